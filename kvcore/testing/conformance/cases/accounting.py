@@ -1,4 +1,4 @@
-"""After all that: nothing is left over, nothing is larger than configured, the sums are right."""
+"""Accounting: nothing leaks, no budget is exceeded, and the metrics add up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def metrics_add_up(kit: Kit) -> None:
         hit, miss = counted("hit") - before["hit"], counted("miss") - before["miss"]
         assert hit == reused > 0, f"{hit} tokens counted as hits, {reused} reused"
         asked = 2 * sum(kit.driver.looks_up(len(ask.tokens)) for ask in asks)
-        assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} asked"
+        assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} looked up"
 
 
 @case("accounting")

@@ -1,4 +1,4 @@
-"""KV written by one engine is read by another, and KV of another model never is."""
+"""Sharing: an engine reads KV that another engine wrote, but never KV of another model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from kvcore.testing.conformance.kit import Kit, case
 def cross(
     kit: Kit, writer: Driver, reader: Driver, seed: int, config: dict[str, Any], ranks: int = 1
 ) -> None:
-    """The writer on ``ranks``, the reader on one; all that was stored is reused, and rightly."""
+    """Store prompts with ``writer`` on ``ranks`` ranks, then ask ``reader`` on one rank.
+
+    All stored tokens must be reused, and every answer must be right.
+    """
     asks = prompts(kit, seed, (97, 150, 201))
     with kit.fresh(config, writer, ranks=ranks) as engine:
         kit.stored(engine, asks)
@@ -26,18 +29,18 @@ def cross(
             kit.same(got, [ask])
             expected = kit.reusable(ask, writer=writer, reader=reader)
             assert got[0].reused_tokens == expected, (
-                f"{reader.name} reused {got[0].reused} of {expected} tokens that {writer.name} "
-                f"wrote, of a prompt of {len(ask.tokens)}"
+                f"{reader.name} reused {got[0].reused} of the {expected} tokens that "
+                f"{writer.name} stored of a prompt of {len(ask.tokens)}"
             )
 
 
 def through_disk(kit: Kit, writer: Driver, reader: Driver, seed: int) -> None:
-    """The writer on two ranks where it can."""
+    """Run `cross` over a disk, with the writer on two ranks if it supports them."""
     cross(kit, writer, reader, seed, kit.config(disk=kit.disk()), ranks_of(writer))
 
 
 def ranks_of(driver: Driver) -> int:
-    """Two where it can."""
+    """Return 2 if the engine supports several ranks, else 1."""
     return 2 if Capability.RANKS in driver.capabilities else 1
 
 
@@ -84,11 +87,11 @@ SIZES: tuple[tuple[dict[str, Any], tuple[dict[str, Any], ...]], ...] = (
     ({"ranks": 2}, ({"stages": 2},)),
     ({}, ({"stages": 2},)),
 )
-"""Sizes at which it is written, and those at which that is read."""
+"""Pairs of the engine size that writes, and the sizes that read what it wrote."""
 
 
 def through(kit: Kit, seed: int, config: Callable[[], dict[str, Any]]) -> None:
-    """What is written at any of `SIZES` is read at the others, all of it and rightly."""
+    """Store prompts at each of `SIZES` and read them at the others. All tokens must be reused."""
     for number, (wrote, readers) in enumerate(SIZES):
         asks, shared = prompts(kit, seed + 10 * number, (97, 150, 201)), config()
         with kit.fresh(shared, **wrote) as engine:
@@ -99,8 +102,8 @@ def through(kit: Kit, seed: int, config: Callable[[], dict[str, Any]]) -> None:
                     got = engine.ask([ask])
                     kit.same(got, [ask], **reads)
                     assert got[0].reused_tokens == kit.reusable(ask), (
-                        f"{reads or 'one rank'} reused {got[0].reused} of {kit.reusable(ask)} "
-                        f"tokens that {wrote or 'one rank'} wrote"
+                        f"{reads or 'one rank'} reused {got[0].reused} of the "
+                        f"{kit.reusable(ask)} tokens that {wrote or 'one rank'} stored"
                     )
 
 
@@ -117,7 +120,7 @@ def any_size_through_a_store(kit: Kit) -> None:
 
 
 def apart(kit: Kit, seed: int, **other: Any) -> None:
-    """What the kit's model stored is not found by an engine set up in another way."""
+    """Assert that an engine with setup ``other`` finds nothing that the kit's model stored."""
     ask, config = Ask(kit.words(seed, 150)), kit.config(disk=kit.disk())
     with kit.fresh(config) as engine:
         kit.stored(engine, [ask])

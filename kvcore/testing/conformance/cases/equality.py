@@ -1,4 +1,4 @@
-"""With kvcore an engine answers as without, and what was there to be reused is reused."""
+"""Equality: an engine with kvcore gives the same answers as without, and reuses what was stored."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ LENGTHS = (5, 40, 97, 150, 201, 260)
 
 
 def prompts(kit: Kit, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Ask]:
+    """Return requests for random prompts of the given ``lengths`` in tokens."""
     return [Ask(kit.words(seed + i, count)) for i, count in enumerate(lengths)]
 
 
 def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, ranks: int = 1) -> None:
-    """What was stored is reused, all of it, and the answers are right."""
+    """Assert that the engine reuses every stored token of ``asks`` and gives the right answers."""
     engine.forget()
     for ask in asks:
         got = engine.ask([ask])
         kit.same(got, [ask], ranks=ranks)
         assert got[0].reused_tokens == kit.reusable(ask, block), (
-            f"{got[0].reused} of {len(ask.tokens)} tokens reused, "
+            f"reused {got[0].reused} of {len(ask.tokens)} tokens; "
             f"{kit.reusable(ask, block)} were stored"
         )
 
@@ -32,7 +33,9 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
 def miss(kit: Kit) -> None:
     """Nothing is stored: the engine gives its own answers, and nothing is reused."""
     asks = prompts(kit, 100)
-    assert len({tuple(answer) for answer in kit.right(asks)}) > 3, "prompts are answered alike"
+    assert len({tuple(answer) for answer in kit.right(asks)}) > 3, (
+        "different prompts get equal answers"
+    )
     with kit.engine() as engine:
         got = [engine.ask([ask])[0] for ask in asks]
         kit.same(got, asks)

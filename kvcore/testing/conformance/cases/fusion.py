@@ -1,4 +1,4 @@
-"""Blends: exact where all is recomputed, the oracle's where not, and never taken for exact."""
+"""Fusion: blends equal a full prefill or the oracle, and are never stored as exact KV."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from kvcore.testing.conformance.kit import BLOCK, Kit, case
 
 FUSED = {"enabled": True, "min_tokens": 32}
 CHUNKS = (96, 112, 128)
-"""Tokens of each; whole blocks, so that all of a chunk is stored."""
+"""Length of each chunk in tokens. All are whole blocks, so that a chunk is stored completely."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A prompt of chunks between words of its own; ``spans`` are where the chunks stand."""
+    """A prompt of chunks separated by its own tokens. ``spans`` are the chunks' token ranges."""
 
     tokens: list[int]
     spans: list[tuple[int, int]]
 
     def ask(self, ratio: float) -> Ask:
+        """Return the request for this prompt that recomputes ``ratio`` of the chunks' tokens."""
         return Ask(self.tokens, fusion={"ratio": ratio, "chunks": self.spans})
 
 
 def chunks_of(kit: Kit, seed: int) -> list[list[int]]:
+    """Return random chunks of the lengths `CHUNKS`."""
     assert all(count % BLOCK == 0 for count in CHUNKS)
     return [kit.words(seed + i, count) for i, count in enumerate(CHUNKS)]
 
 
 def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
-    """Prompts of two chunks each, in every order."""
+    """Return one prompt for every ordered pair of chunks."""
     made = []
     pairs = [(a, b) for a in range(len(chunks)) for b in range(len(chunks)) if a != b]
     for number, pair in enumerate(pairs):
@@ -47,7 +49,7 @@ def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
 
 @functools.lru_cache(maxsize=2)
 def _decoder(model: Path, ahead: int = 0) -> Any:
-    """The reference's decoder, whose rows see ``ahead`` tokens too many."""
+    """Return the reference decoder, whose rows also attend to ``ahead`` later tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,9 +64,10 @@ def _decoder(model: Path, ahead: int = 0) -> Any:
 
 
 def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
-    """What `kvcore.fusion.reference` answers: chunks computed alone, rows chosen as configured.
+    """Return the answer of the oracle, `kvcore.fusion.reference`.
 
-    ``ahead`` tokens too many are seen by each row of the blend, where a leak is wanted.
+    It computes each chunk alone and selects rows as configured. With ``ahead``, each row of the
+    blend also attends to that many later tokens, to imitate a leak.
     """
     import torch
 
@@ -124,7 +127,9 @@ def as_the_oracle(kit: Kit) -> None:
         assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
         expected = [oracle(kit, prompt, ratio) for prompt in asked]
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.tokens != b]
-        assert not wrong, f"at {ratio} answers {wrong} of {len(asked)} are not the oracle's"
+        assert not wrong, (
+            f"at ratio {ratio}, answers {wrong} of {len(asked)} differ from the oracle's"
+        )
 
 
 @case("fusion", Capability.FUSION)
@@ -135,12 +140,14 @@ def no_row_sees_the_future(kit: Kit) -> None:
     right = [oracle(kit, prompt, 0.3) for prompt in asked]
     leaked = [oracle(kit, prompt, 0.3, ahead=1) for prompt in asked]
     telling = [i for i, (a, b) in enumerate(zip(right, leaked, strict=True)) if a != b]
-    assert telling, "a leak changes no answer: the case shows nothing"
+    assert telling, "a leak changes no answer, so the case proves nothing"
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
         got = engine.ask([asked[i].ask(0.3) for i in telling])
     assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
-    assert [a.tokens for a in got] == [right[i] for i in telling], "not the oracle's answers"
+    assert [a.tokens for a in got] == [right[i] for i in telling], (
+        "answers differ from the oracle's"
+    )
 
 
 @case("fusion", Capability.FUSION)
@@ -154,7 +161,9 @@ def approximate_is_never_exact(kit: Kit) -> None:
         rough = engine.ask([prompt.ask(0.0) for prompt in asked])
         right = kit.right(exact)
         differ = sum(a.tokens != b for a, b in zip(rough, right, strict=True))
-        assert differ >= len(asked) // 2, "pure reuse is no different: the case shows nothing"
+        assert differ >= len(asked) // 2, (
+            "reuse without recomputation changes no answer, so the case proves nothing"
+        )
         kit.same(engine.ask(exact[:3]), exact[:3])
         engine.settle()
         engine.forget()
