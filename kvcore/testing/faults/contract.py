@@ -1,15 +1,16 @@
-"""What a serving engine with kvcore must bear, as tests: faults at every seam of it. Subclass
-`FaultContract` in a test file of your own:
+"""What a serving engine with kvcore must survive, as pytest tests to subclass in a test file.
 
 class TestFaults(FaultContract):
     engine = "vllm"                     # one of `kvcore.harness.compare.ENGINES`
 
-    right                               no kvcore and no cache of prefixes: what is right
-    disk                                a disk below host memory; fuses
-    store                               a store of objects below host memory
-    test_killed_in_the_middle_of_a_write    an engine that dies, and the next one on what it left
+Faults are injected at every seam of the engine. The fixtures are:
 
-Five engines start; those over a disk and a store take their cells one after another. Needs pytest.
+    right                               an engine without kvcore and prefix cache, for the answers
+    disk                                an engine with a disk tier below host memory, and fusion
+    store                               an engine with an object store below host memory
+
+``test_killed_in_the_middle_of_a_write`` kills an engine and starts the next one on its disk. Five
+engines start in all; those with a disk and a store run their cells one after another. Needs pytest.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ _UNCACHED: dict[str, dict[str, Any]] = {
 
 
 class FaultContract:
-    """Whatever fails: answers stay right and come in time, nothing is left over, and reuse comes
-    back."""
+    """Whatever fails, answers are right and in time, nothing leaks, and reuse recovers."""
 
     engine: ClassVar[str]
     store_plugin: ClassVar[str] = "objects"
-    """The store: "objects" in a folder, or "memory-store" where the engine's environment has no
-    obstore and its leader and only worker are one process."""
+    """The store's plugin: "objects", in a folder, or "memory-store".
+
+    Use the latter if the engine's environment lacks obstore, and its leader and only worker are one
+    process.
+    """
     silent: ClassVar[frozenset[Seam]] = frozenset()
-    """Messages that the engine's leader never sends: they cannot be late or lost."""
+    """Seams of messages that the engine's leader never sends, and whose cells are skipped."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -105,7 +108,7 @@ class FaultContract:
     @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
     def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
         if unsaid := self.silent.intersection(rule.seam for rule in cell.rules):
-            pytest.skip(f"{self.engine}'s leader never says {', '.join(s.value for s in unsaid)}")
+            pytest.skip(f"{self.engine}'s leader never sends {', '.join(s.value for s in unsaid)}")
         disk.run(cell)
 
     @pytest.mark.parametrize("cell", STORE, ids=cell_id)
@@ -115,7 +118,7 @@ class FaultContract:
     def test_killed_in_the_middle_of_a_write(
         self, model: Path, right: Reference, tmp_path: Path
     ) -> None:
-        """What the next engine finds on the disk is whole."""
+        """Kill the engine while it writes. The next one finds only intact blocks on disk."""
         planted, kvcore = plant(tmp_path / "plugin"), _on_disk(tmp_path)
         asked = windows(model, 6, 200, 350, seed=5)
         with self._over(model, kvcore, planted) as process:
