@@ -28,7 +28,7 @@ __all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "sett
 EXACT: dict[str, Any] = {"enabled": False}
 ALL: dict[str, Any] = {"ratio": 1.0}
 ROUNDS = 12
-"""Most attempts to make a rule strike. How soon an engine reads what it wrote is up to the engine."""
+"""Most attempts to make a rule strike. The engine decides how soon it reads what it wrote."""
 FOR_EVER = 1000.0
 STORE_THREADS = 4
 
