@@ -53,8 +53,7 @@ __all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_
 START_TIMEOUT_S = 900.0
 CALL_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 300.0
-"""Seconds. An idle machine needs a tenth; the rest is for a busy or suspended one.
-"""
+"""Seconds. An idle machine needs a tenth; the rest is for a busy or suspended one."""
 
 
 _DRIVERS = {"reference": "kvcore.testing.engine.driver"}
@@ -232,20 +231,20 @@ class EngineProcess:
     ) -> Future[Generation]:
         """Start one greedy request and return at once.
 
-                Args:
-                    prompt: text, or token ids.
-                    request_id: the request's name for `abort`; made up if not given.
-                    abort_after: number of tokens after which to abort the request (0: at once).
-                    ignore_eos: True to answer exactly `max_tokens` tokens.
-                    cache_salt: requests with different salts share no KV.
-        X
-                        for the first such request, so its times mean nothing.
-                    lora: folder of the LoRA weights to apply.
-                    image: picture for the prompt, if the model takes one.
-                    fusion: fusion options of the request (`kvcore.fusion.options`).
-                    promise: what a prefill engine returned for the prompt's KV (vLLM and the reference
-                        engine only).
-                    traceparent: the W3C trace that the request belongs to, for an engine that traces.
+        Args:
+            prompt: text, or token ids.
+            request_id: the request's name for `abort`; made up if not given.
+            abort_after: number of tokens after which to abort the request (0: at once).
+            ignore_eos: True to answer exactly `max_tokens` tokens.
+            cache_salt: requests with different salts share no KV.
+            logprobs: True to return the log-probability of each token. vLLM's CPU build compiles
+                code for the first such request, so its times mean nothing.
+            lora: folder of the LoRA weights to apply.
+            image: picture for the prompt, if the model takes one.
+            fusion: fusion options of the request (`kvcore.fusion.options`).
+            promise: what a prefill engine returned for the prompt's KV (vLLM and the reference
+                engine only).
+            traceparent: the W3C trace of the request, for an engine that traces.
         """
         self.wait_ready()
         call = self._send(

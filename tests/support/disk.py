@@ -1,4 +1,4 @@
-"""A disk tier as a leader prepares its store and a worker opens it."""
+"""A disk tier, with its store prepared as by a leader and opened as by a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOM = 1 << 20
 def open_tier(
     store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
 ) -> DiskTier:
-    """As a worker opens what its leader prepared."""
+    """Open a tier as a worker does, in the store that its leader prepared."""
     told = store.options()
     return DiskTier(
         Path(told["folder"]),
@@ -39,7 +39,7 @@ def open_tier(
 def opened(
     path: Path, geometry: Geometry = GEOMETRY, capacity: int = ROOM, **options: Any
 ) -> Iterator[tuple[PreparedStore, DiskTier]]:
-    """Leader and one worker, of shard 0, as after a restart."""
+    """Yield the store and the tier of shard 0, opened as after a restart."""
     store = prepare_store(path, geometry, capacity, wait_s=0)
     tier = open_tier(store, geometry, **options)
     try:
@@ -50,7 +50,7 @@ def opened(
 
 
 def flip(file: Path, offset: int, mask: int = 0x10) -> None:
-    """Change bits of one byte."""
+    """Flip bits of one byte."""
     with file.open("r+b") as data:
         data.seek(offset)
         (byte,) = data.read(1)
@@ -63,7 +63,7 @@ def some_blocks(count: int, first_seed: int = 0) -> list[Block]:
 
 
 def fill(path: Path, count: int, **options: Any) -> tuple[Path, list[Block]]:
-    """(The folder of a store with ``count`` blocks, the blocks)"""
+    """Return (folder of a store with ``count`` blocks, the blocks)."""
     blocks = some_blocks(count)
     with opened(path, **options) as (store, tier):
         write_blocks(tier, blocks)

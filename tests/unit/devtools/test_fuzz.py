@@ -105,7 +105,7 @@ def test_fuzzing_without_its_package_says_what_to_do(
     with pytest.raises(SystemExit, match="2"):
         fuzz.main(["--target", "size"])
     assert "pip install atheris" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"no parser 'sise'; there are .*size"):
+    with pytest.raises(ConfigError, match=r"given the parser 'sise'; give one of .*size"):
         fuzz.main(["--target", "sise"])
 
 
