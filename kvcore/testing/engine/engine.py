@@ -37,12 +37,7 @@ from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.explain.recorder import Watch
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
-from kvcore.manager.load_advisor import (
-    OTHER_TIER,
-    guess_compute,
-    learn_loads,
-    tier_priors,
-)
+from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.telemetry.metrics import Metrics

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvcore.cli.explain import as_table, as_text
 from kvcore.cli.simulate.trace import read_trace
 from kvcore.config import NamespaceConfig, load_config, parse_assignment, read_key
-from kvcore.config.schema import parse_size
+from kvcore.config.fields import parse_size
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.explain.file import read_records
 from kvcore.fusion import _segment_file as segment_file

@@ -71,7 +71,7 @@ def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
     """
     import torch
 
-    from kvcore.config.schema import FusionConfig
+    from kvcore.config.schema_fusion import FusionConfig
     from kvcore.fusion.plan import Cached, Fresh, PromptPlan, PromptSegment
     from kvcore.fusion.reference import blend, precompute
     from kvcore.fusion.rope import rope_of
