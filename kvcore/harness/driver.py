@@ -1,10 +1,10 @@
-"""The child's half of `kvcore.harness.engine_process`, as far as it is the same for every engine.
+"""The child's side of `kvcore.harness.engine_process`, as far as it is common to all engines.
 
 A driver subclasses `EngineDriver` and runs as ``python -m kvcore_<engine>.testing.driver FD``:
 
     start ──▶ generate, abort, reset_prefix_cache, settle, metrics ──▶ shutdown
 
-The methods are coroutines on one event loop; calls overlap.
+The methods are coroutines on one event loop. Calls overlap.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _CALLS = ("start", "generate", "abort", "reset_prefix_cache", "settle", "metrics
 
 @dataclass(frozen=True)
 class Prompt:
-    """One greedy request; see `EngineProcess.submit` for the fields. ``prompt`` is text, or token
-    ids. ``request_id`` is made up if none was given."""
+    """One greedy request, with the fields of `EngineProcess.submit`.
+
+    ``prompt`` is text, or token ids. ``request_id`` is made up if the caller gave none.
+    """
 
     prompt: str | list[int]
     max_tokens: int
@@ -47,25 +49,25 @@ class Prompt:
 
 
 class Stopwatch:
-    """When a request began and when its first token came."""
+    """Measures the time from a request's start to its first token and to its end."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._first_at: float | None = None
 
     def note(self, tokens: int) -> None:
-        """The request has so many tokens now."""
+        """Note that the request has ``tokens`` tokens now."""
         if tokens and self._first_at is None:
             self._first_at = time.perf_counter()
 
     def times(self) -> dict[str, float]:
-        """Return the seconds to the first token and until now, as a reply names them."""
+        """Return the seconds to the first token and until now, as fields of a reply."""
         now = time.perf_counter()
         return {"ttft_s": (self._first_at or now) - self._began, "total_s": now - self._began}
 
 
 class Collected(Protocol):
-    """The outputs of one request as they come."""
+    """Collects the outputs of one request."""
 
     token_ids: list[int]
 
@@ -73,10 +75,10 @@ class Collected(Protocol):
 
 
 class EngineDriver(ABC):
-    """One engine, and the calls an `EngineProcess` may make of it."""
+    """One engine, and the calls that an `EngineProcess` may make. Subclass it for an engine."""
 
     restarts: ClassVar[bool] = False
-    """Whether `start` may follow `shutdown` in the same process."""
+    """True if `start` may follow `shutdown` in the same process."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -85,16 +87,16 @@ class EngineDriver(ABC):
     async def start(
         self, model: str, kvcore: dict[str, Any] | None, **engine_args: Any
     ) -> dict[str, Any]:
-        """Build the engine. Return its name, version and device once it takes requests."""
+        """Build the engine. Return its name, version and device once it accepts requests."""
 
     async def generate(self, request_id: str | None, **options: Any) -> dict[str, Any]:
-        """Answer one greedy request to its end, or to its abort. Times are measured here."""
+        """Answer one greedy request. Returns when it ends or is aborted."""
         name = request_id or f"request-{next(self._numbers)}"
         return await self.answer(Prompt(request_id=name, **options))
 
     @abstractmethod
     async def answer(self, prompt: Prompt) -> dict[str, Any]:
-        """Answer a request. Return the fields of a `Generation`."""
+        """Answer a request, and return the fields of a `Generation`."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:
@@ -102,7 +104,7 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache; with ``connector``, kvcore's tiers too."""
+        """Empty the engine's own prefix cache; with ``connector``, also kvcore's tiers."""
 
     @abstractmethod
     async def settle(self, timeout_s: float) -> None:
@@ -114,13 +116,15 @@ class EngineDriver(ABC):
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """End the engine, if one runs, with what it is saving finished."""
+        """Shut the engine down, if one runs, after it has finished its saves."""
 
     async def collect(
         self, prompt: Prompt, outputs: AsyncIterator[Any], got: Collected, *, to_the_end: bool
     ) -> None:
-        """Add a request's ``outputs`` to ``got``, and abort it when its prompt says so. Outputs
-        that follow the abort are added if ``to_the_end``."""
+        """Add a request's ``outputs`` to ``got``, and abort it after ``prompt.abort_after`` tokens.
+
+        Outputs after the abort are added only if ``to_the_end`` is true.
+        """
         after = prompt.abort_after
         early = None
         if after == 0:
@@ -135,7 +139,7 @@ class EngineDriver(ABC):
             early.cancel()
 
     async def _abort_early(self, request_id: str) -> None:
-        """Abort again and again until cancelled: the engine may not have the request yet."""
+        """Abort repeatedly until cancelled, because the engine may not have the request yet."""
         while True:
             await self.abort(request_id)
             await asyncio.sleep(0.001)

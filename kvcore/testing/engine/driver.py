@@ -128,7 +128,7 @@ class Driver(EngineDriver):
         limit = time.monotonic() + timeout_s
         while _busy(self._running):
             if time.monotonic() > limit:
-                raise TransferError(f"saves are still under way after {timeout_s} s")
+                raise TransferError(f"saves did not end within {timeout_s} s")
             await asyncio.sleep(0.002)
 
     async def metrics(self) -> dict[str, float]:
