@@ -26,7 +26,7 @@ from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
 
-__all__ = ["InProcessOfItsOwn", "ProcessDriver"]
+__all__ = ["ProcessEngine", "ProcessDriver"]
 
 
 class ProcessDriver(Driver):
@@ -80,14 +80,14 @@ class ProcessDriver(Driver):
             process.restart(setup.model, kvcore=kvcore, **args)
         return self._ready(process, setup)
 
-    def _ready(self, process: EngineProcess, setup: Setup) -> InProcessOfItsOwn:
+    def _ready(self, process: EngineProcess, setup: Setup) -> ProcessEngine:
         began = process.log.stat().st_size
         try:
             self._told = process.wait_ready()
         except KVCoreError:
             process.kill()
             raise
-        return InProcessOfItsOwn(self, process, setup, began)
+        return ProcessEngine(self, process, setup, began)
 
     def end(self, process: EngineProcess, setup: Setup) -> None:
         """Stop an engine that `start` returned, or keep its process if ``restarts`` is true."""
@@ -114,11 +114,11 @@ class ProcessDriver(Driver):
         """Return the engine's own arguments for a setup."""
 
     @abstractmethod
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+    def preemptions(self, engine: ProcessEngine) -> int:
         """Return how many requests of ``engine`` have lost their pages and started over."""
 
 
-class InProcessOfItsOwn(Engine):
+class ProcessEngine(Engine):
     """The engine of an `EngineProcess`. ``began`` is the size of its log at the start, in bytes."""
 
     def __init__(

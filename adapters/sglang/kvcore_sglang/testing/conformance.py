@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL_SGLANG
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
+from kvcore.testing.conformance.process import ProcessEngine, ProcessDriver
 
 PAGE_TOKENS = 32
 """But one where requests are blended: a blend ends at a page's border, and the oracle with which
@@ -56,7 +56,7 @@ class SglangDriver(ProcessDriver):
             made["context_length"] = setup.memory_tokens - PAGE_TOKENS
         return made
 
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+    def preemptions(self, engine: ProcessEngine) -> int:
         """SGLang says so in its log."""
         return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", engine.log)))
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL, SPACE
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
+from kvcore.testing.conformance.process import ProcessEngine, ProcessDriver
 
 PAGE_TOKENS = 32
 STAGED: Mapping[str, Any] = {
@@ -49,7 +49,7 @@ class VllmDriver(ProcessDriver):
             made |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
         return made
 
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+    def preemptions(self, engine: ProcessEngine) -> int:
         return int(engine.counted("vllm:num_preemptions_total"))
 
 
