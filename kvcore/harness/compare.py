@@ -158,7 +158,7 @@ def answers(
     return found
 
 
-def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
+def assert_same_answers(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
     """Assert that every answer has the expected tokens. Raises AssertionError."""
     wrong = [
         (i, a.token_ids, b.token_ids, a.kvcore)
@@ -175,7 +175,7 @@ def settled(process: EngineProcess) -> None:
     process.reset_prefix_cache(timeout_s=SETTLE_S)
 
 
-def all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
+def assert_all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
     """Assert that ``tokens`` of each prompt came from the tier, and that no more were reused.
 
     A few tokens may come from the engine's own cache, because the prompts have them in common.

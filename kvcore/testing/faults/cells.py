@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.harness.compare import SETTLE_S, Reference, answers, counted, same
+from kvcore.harness.compare import SETTLE_S, Reference, answers, assert_same_answers, counted
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
@@ -264,7 +264,7 @@ class Bench:
     def _right_answers(self, asked: Sequence[list[int]], cell: Cell | None) -> list[Generation]:
         self._forget(cell)
         got = answers(self.process, asked, batch=len(asked), **self._options)
-        same(got, self._right(asked))
+        assert_same_answers(got, self._right(asked))
         return got
 
     def _forget(self, cell: Cell | None) -> None:
@@ -305,7 +305,7 @@ class Bench:
         self._forget(cell)
         options = {**self._options, "fusion": ALL}
         got = answers(self.process, self._blends, batch=len(self._blends), **options)
-        same(got, self._right(self._blends))
+        assert_same_answers(got, self._right(self._blends))
 
 
 def _documents(model: Path) -> list[list[int]]:

@@ -24,7 +24,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvcore.harness.compare import Reference, answers, remembering, same, small_engine
+from kvcore.harness.compare import (
+    Reference,
+    answers,
+    assert_same_answers,
+    remembering,
+    small_engine,
+)
 from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
@@ -122,7 +128,7 @@ class FaultContract:
         planted, kvcore = plant(tmp_path / "plugin"), _on_disk(tmp_path)
         asked = windows(model, 6, 200, 350, seed=5)
         with self._over(model, kvcore, planted) as process:
-            same(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
+            assert_same_answers(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
             planted.rest()
             with planted.wrong(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
                 living = planted.processes
@@ -132,7 +138,7 @@ class FaultContract:
             process.kill()
         with self._over(model, kvcore) as process:
             got = answers(process, asked, fusion=EXACT)
-            same(got, right(asked))
+            assert_same_answers(got, right(asked))
             assert sum(one.tiers.get("disk", 0) for one in got[:3]) > 0
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL_SGLANG
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import ProcessEngine, ProcessDriver
+from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 
 PAGE_TOKENS = 32
 """But one where requests are blended: a blend ends at a page's border, and the oracle with which

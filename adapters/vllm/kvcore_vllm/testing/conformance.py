@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL, SPACE
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import ProcessEngine, ProcessDriver
+from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 
 PAGE_TOKENS = 32
 STAGED: Mapping[str, Any] = {
