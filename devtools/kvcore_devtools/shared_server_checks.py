@@ -26,7 +26,7 @@ from kvcore.harness.compare import (
     REUSE,
     answers,
     blended,
-    settled,
+    settle_and_empty,
     small_engine,
 )
 from kvcore.harness.engine_process import EngineProcess, Generation
@@ -145,16 +145,16 @@ def shares(pair: Pair, texts: Texts) -> None:
     assert min(blended(rough)) >= 400, [answer.kvcore for answer in rough]
     wrong = sum(a.token_ids != b for a, b in zip(rough, texts.right, strict=True))
     assert wrong >= len(rough) // 2, "nothing was reused"
-    settled(pair.second)
+    settle_and_empty(pair.second)
     everything = answers(pair.second, texts.prompts, batch=4, fusion=ALL)
     texts.check(everything)
     assert min(blended(everything)) >= 400, [answer.kvcore for answer in everything]
-    settled(pair.second)
+    settle_and_empty(pair.second)
     exact = pair.learn(texts.prompts[:4])
     assert [answer for answer, _ in exact] == texts.right[:4]
     assert all(reused < LEAD for _, reused in exact), exact
     texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
-    settled(pair.second)
+    settle_and_empty(pair.second)
 
 
 def outlives(pair: Pair, texts: Texts) -> None:
@@ -167,11 +167,11 @@ def outlives(pair: Pair, texts: Texts) -> None:
     got = [begun, *(future.result(LONGEST_S) for future in futures[1:])]
     assert [answer.token_ids for answer in got] == [right for _, right in asked]
     assert blended([begun])[0] >= 400, begun.kvcore
-    settled(pair.second)
+    settle_and_empty(pair.second)
     after = answers(pair.second, texts.prompts, fusion=ALL)
     texts.check(after)
     assert blended(after) == [0] * len(after), "there is nothing to blend"
-    settled(pair.second)
+    settle_and_empty(pair.second)
 
 
 def misses(pair: Pair, texts: Texts) -> None:
@@ -191,19 +191,19 @@ def misses(pair: Pair, texts: Texts) -> None:
 
         server.server._handlers[LoadRequest] = few
         texts.check(answers(pair.second, texts.prompts, batch=2, fusion=ALL))
-        settled(pair.second)
+        settle_and_empty(pair.second)
         got = answers(pair.second, known, fusion=ALL)
         assert len(refused) >= len(texts.prompts), (len(refused), [a.kvcore for a in got])
         server.server._handlers[LoadRequest] = planned
-        settled(pair.second)
+        settle_and_empty(pair.second)
         exact = pair.learn(known)
         assert [a.token_ids for a in got] == [answer for answer, _ in exact]
         texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
-        settled(pair.second)
+        settle_and_empty(pair.second)
         [again] = answers(pair.second, texts.prompts[-1:], fusion=ALL)
         assert again.token_ids == texts.right[-1]
         assert again.reused_tokens >= 400, "loads that fail do not end fusion"
-        settled(pair.second)
+        settle_and_empty(pair.second)
 
 
 def returns(pair: Pair, texts: Texts, disk: Path) -> None:
@@ -222,4 +222,4 @@ def returns(pair: Pair, texts: Texts, disk: Path) -> None:
         got = answers(pair.second, texts.prompts[:3], fusion=ALL)
         texts.check(got)
         assert min(blended(got)) >= 400, [answer.kvcore for answer in got]
-        settled(pair.second)
+        settle_and_empty(pair.second)

@@ -169,7 +169,7 @@ def assert_same_answers(got: Sequence[Generation], expected: Sequence[Generation
         raise AssertionError(f"{len(wrong)} of {len(expected)} answers differ: {wrong[:3]}")
 
 
-def settled(process: EngineProcess) -> None:
+def settle_and_empty(process: EngineProcess) -> None:
     """Wait until all saves are published, and empty the engine's own cache."""
     process.settle(SETTLE_S)
     process.reset_prefix_cache(timeout_s=SETTLE_S)
@@ -200,7 +200,7 @@ def counted(process: EngineProcess, name: str, **labels: str) -> float:
 def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
     """Compute and store each chunk on its own, and empty the engine's own cache."""
     answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
-    settled(process)
+    settle_and_empty(process)
 
 
 def blended(got: Sequence[Generation]) -> list[int]:

@@ -31,7 +31,7 @@ from kvcore.harness.compare import (
     assert_all_from,
     assert_same_answers,
     counted,
-    settled,
+    settle_and_empty,
     sglang_tiers,
     small_engine,
 )
@@ -113,7 +113,7 @@ def written(
     folder, asked = tmp_path_factory.mktemp("written"), documents[:WRITTEN]
     with engine(model, sglang_tiers(folder), tp_size=2) as process:
         cold = answers(process, asked)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, asked, batch=4)
     return Written(folder, asked, cold, warm)
 
@@ -185,7 +185,7 @@ def test_what_two_ranks_wrote_is_read_after_a_restart(
     restarted = answers(served.process, written.asked, batch=3)
     assert_same_answers(restarted, reference(written.asked))
     assert_all_from("disk", restarted, served.reusable(written.asked))
-    settled(served.process)
+    settle_and_empty(served.process)
     again = answers(served.process, written.asked[:6])
     assert_same_answers(again, reference(written.asked[:6]))
     assert_all_from("host", again, served.reusable(written.asked[:6]))
@@ -196,11 +196,11 @@ def test_whole_and_partial_hits(served: Served, reference: Ask, model: Path) -> 
     cold = answers(process, asked)
     assert_same_answers(cold, reference(asked))
     assert sum(answer.reused_tokens for answer in cold) == 0
-    settled(process)
+    settle_and_empty(process)
     warm = answers(process, asked)
     assert_same_answers(warm, reference(asked))
     assert_all_from("host", warm, served.reusable(asked))
-    settled(process)
+    settle_and_empty(process)
     cuts = _branches(model, asked)
     branched = answers(process, [prompt for prompt, _ in cuts], batch=4)
     assert_same_answers(branched, reference([prompt for prompt, _ in cuts]))
@@ -226,7 +226,7 @@ def test_the_next_turn_finds_the_answer_too(served: Served, reference: Ask) -> N
         [*document, *answer.token_ids, *range(300, 340)]
         for document, answer in zip(asked, reference(asked), strict=True)
     ]
-    settled(served.process)
+    settle_and_empty(served.process)
     turns = answers(served.process, follow)
     assert_same_answers(turns, reference(follow))
     least = max(served.page, BLOCK)
@@ -237,7 +237,7 @@ def test_another_tenants_kv_is_not_to_be_had(served: Served, reference: Ask) -> 
     """And one's own is."""
     asked = served.documents[:2]
     first = answers(served.process, asked, cache_salt="tenant-a")
-    settled(served.process)
+    settle_and_empty(served.process)
     second = answers(served.process, asked, cache_salt="tenant-a")
     other = answers(served.process, asked, cache_salt="tenant-b")
     for got in (first, second, other):
@@ -254,7 +254,7 @@ def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Pa
         futures = [served.process.submit(p, 64, abort_after=after) for p in prompts]
         for future in futures:
             future.result(600)
-        settled(served.process)
+        settle_and_empty(served.process)
     assert_same_answers(answers(served.process, prompts, batch=4), reference(prompts))
     assert counted(served.process, "kvcore_failures_total") == before
 
@@ -266,7 +266,7 @@ def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference
     """Every copy into the engine's pages fails for a while, also of prompts in chunks."""
     asked, process = served.documents[:6], served.process
     assert_same_answers(answers(process, asked), reference(asked))
-    settled(process)
+    settle_and_empty(process)
     before = counted(process, "kvcore_misses_total", reason="load_failed")
     served.fails.touch()
     try:
@@ -277,7 +277,7 @@ def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference
     assert all(answer.finish_reason == "length" for answer in got)
     failed = counted(process, "kvcore_misses_total", reason="load_failed") - before
     assert failed >= len(asked)
-    settled(process)
+    settle_and_empty(process)
     healed = answers(process, asked)
     assert_same_answers(healed, reference(asked))
     assert_all_from("host", healed, served.reusable(asked))
@@ -299,7 +299,7 @@ def test_a_rotten_disk_costs_time_not_correctness(
         got = answers(process, written.asked, batch=4)
         assert_same_answers(got, reference(written.asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, written.asked)
         assert_same_answers(healed, reference(written.asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
@@ -336,7 +336,7 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
     others = [[7 + i, *prompt[:250]] for i, prompt in enumerate(asked[:3])]  # no prefix of any
     with engine(model, kvcore, env, tp_size=2) as process:
         assert_same_answers(answers(process, asked), reference(asked))
-        settled(process)
+        settle_and_empty(process)
         write_rules(rules, Rule(Fault.HANG, Seam.TIER_READ, seconds=600))
         try:
             far = [process.submit(prompt, ANSWER) for prompt in asked[:2]]
@@ -350,7 +350,7 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
         assert_same_answers(got, reference(asked[:2]))
         assert_all_from("far", got, [(len(p) - 1) // BLOCK * BLOCK for p in asked[:2]])
         assert_same_answers(answers(process, asked, batch=4), reference(asked))
-        settled(process)
+        settle_and_empty(process)
         assert counted(process, "kvcore_misses_total", reason="load_failed") == 0
         assert_same_answers(answers(process, asked), reference(asked))
         assert counted(process, SAVED, way="recompute") > 0, "it is counted by default"
@@ -444,7 +444,7 @@ def test_records_say_what_happened(served: Served, model: Path, reference: Ask) 
 
     def ask(name: str, prompt: list[int], **options: Any) -> None:
         [got[name]] = answers(served.process, [prompt], request_id=name, **options)
-        settled(served.process)
+        settle_and_empty(served.process)
 
     ask("cold", document)
     ask("warm", document)

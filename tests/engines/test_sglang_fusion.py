@@ -20,7 +20,7 @@ from kvcore.harness.compare import (
     assert_same_answers,
     blended,
     counted,
-    settled,
+    settle_and_empty,
     small_engine,
     warm,
 )
@@ -64,7 +64,7 @@ def process(model: Path) -> Iterator[EngineProcess]:
 @pytest.fixture
 def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
     """That engine, knowing the chunks; its own tree is empty."""
-    settled(process)
+    settle_and_empty(process)
     warm(process, chunks)
     return process
 
@@ -112,7 +112,7 @@ def test_an_exact_prefix_comes_first(
     assert all(set(a.tiers) == {"blend"} for a in on_device), [a.tiers for a in on_device]
     for answer, made in zip(on_device, blended(on_device), strict=True):
         assert answer.cached_tokens >= 320 + made
-    settled(warmed)
+    settle_and_empty(warmed)
     from_host = answers(warmed, asked, batch=3, fusion=ALL)
     assert_same_answers(from_host, reference(asked))
     assert all(a.tiers["host"] >= 304 for a in from_host), [a.tiers for a in from_host]
@@ -128,7 +128,7 @@ def test_wishes_that_make_no_sense(
         got = answers(warmed, asked, fusion={name: value})
         assert_same_answers(got, reference(asked))
         assert name in got[0].kvcore["fusion"]["error"]
-        settled(warmed)
+        settle_and_empty(warmed)
 
 
 def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
@@ -150,14 +150,14 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         assert_same_answers(answers(process, asked[:4], fusion=EXACT), right[:4])
         again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
         assert_same_answers(again, right[:4])
-        settled(process)
+        settle_and_empty(process)
         assert_same_answers(answers(process, turns[6:], fusion=EXACT), reference(turns[6:]))
         assert_same_answers(answers(process, asked[4:6], fusion=EXACT), right[4:6])
     first, second = len(chunks[4]), len(chunks[0])
     pair = chunks[4] + chunks[0] + [5] * 9
     with engine(model, settings, page_size=16) as process:
         [found] = answers(process, [pair], fusion=ALL)
-        settled(process)
+        settle_and_empty(process)
         [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
         assert_same_answers([found, marked], reference([pair, pair]))
         assert min(blended([found, marked])) >= second - 32
@@ -188,7 +188,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
-        settled(process)
+        settle_and_empty(process)
         second = answers(process, asked, fusion=REUSE)
         assert_same_answers(second, first)
         assert blended(first) + blended(second) == [0, 0, 0, 0]

@@ -16,7 +16,7 @@ from kvcore.harness.compare import (
     answers,
     assert_all_from,
     assert_same_answers,
-    settled,
+    settle_and_empty,
     sglang_tiers,
     small_engine,
 )
@@ -47,7 +47,7 @@ def test_latent_attention(tmp_path: Path) -> None:
         cold = answers(process, prompts)
         assert_same_answers(cold, expected)
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=4)
         assert_same_answers(warm, expected)
         assert_all_from("host", warm, whole(prompts))
@@ -69,7 +69,7 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
         cold = answers(process, prompts)
         assert_same_answers(cold, expected)
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts)  # an even number in the same order: to the same replicas
         assert_same_answers(warm, expected)
         assert_all_from("host", warm, whole(prompts))
@@ -93,7 +93,7 @@ def test_sliding_windows(tmp_path: Path) -> None:
         expected = answers(process, prompts)
     with engine(tiny, sglang_tiers(tmp_path)) as process:
         assert_same_answers(answers(process, prompts), expected)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=3)
         assert_same_answers(warm, expected)
         assert_all_from("host", warm, whole(prompts))

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.compare import answers, assert_same_answers, settled, sglang_tiers, small_engine
+from kvcore.harness.compare import (
+    answers,
+    assert_same_answers,
+    settle_and_empty,
+    sglang_tiers,
+    small_engine,
+)
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 
@@ -36,7 +42,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         )
         of_sglang = answers(sglang, second)
         assert sum(answer.reused_tokens for answer in of_sglang) == 0
-        settled(sglang)
+        settle_and_empty(sglang)
         assert_same_answers(answers(sglang, second), of_sglang)
     with small_engine(model, kvcore, python=VLLM, block_size=128) as vllm:
         read = answers(vllm, second)

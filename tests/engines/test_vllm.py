@@ -27,7 +27,7 @@ from kvcore.harness.compare import (
     answers,
     assert_same_answers,
     counted,
-    settled,
+    settle_and_empty,
 )
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
@@ -106,11 +106,11 @@ def test_host_disk_and_restart(
         cold = answers(process, asked)
         assert_same_answers(cold, reference(asked))
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, asked)
         assert_same_answers(warm, reference(asked))
         assert [w.tiers.get("host", 0) for w in warm] == [reused(d) for d in asked]
-        settled(process)
+        settle_and_empty(process)
         branched = answers(process, branches, batch=4)
         assert_same_answers(branched, reference(branches))
         assert sum(answer.reused_tokens for answer in branched) > len(branches) * block
@@ -126,7 +126,7 @@ def test_host_disk_and_restart(
         restarted = answers(process, asked, batch=3)
         assert_same_answers(restarted, reference(asked))
         assert [w.tiers.get("disk", 0) for w in restarted] == [reused(d) for d in asked]
-        settled(process)
+        settle_and_empty(process)
         again = answers(process, asked[:8])
         assert_same_answers(again, reference(asked[:8]))
         assert all("host" in answer.tiers for answer in again if answer.reused_tokens), (
@@ -144,7 +144,7 @@ def test_what_several_want_at_once_is_read_from_disk_once(
     alone, shared = windows(model, 2, 900, 900, seed=31)
     with engine(model, kvcore) as process:
         answers(process, [alone, shared])
-        settled(process)
+        settle_and_empty(process)
 
     def read(process: EngineProcess, asked: list[list[int]]) -> float:
         """Bytes that come from disk when these are asked for together."""
@@ -152,7 +152,7 @@ def test_what_several_want_at_once_is_read_from_disk_once(
         got = answers(process, asked, batch=len(asked))
         assert_same_answers(got, reference(asked))
         assert all(answer.cached_tokens > 800 for answer in got)
-        settled(process)
+        settle_and_empty(process)
         return counted(process, "kvcore_transfer_bytes_total", path="disk2h") - before
 
     with engine(model, kvcore) as process:
@@ -167,7 +167,7 @@ def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -
         [*document, *answer.token_ids, *range(300, 340)]
         for document, answer in zip(asked, reference(asked), strict=True)
     ]
-    settled(process)
+    settle_and_empty(process)
     turns = answers(process, follow)
     assert_same_answers(turns, reference(follow))
     assert all(t.reused_tokens >= len(d) - 16 for t, d in zip(turns, asked, strict=True))
@@ -175,9 +175,9 @@ def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -
 
 def _tenants(process: EngineProcess, reference: Ask, document: list[int]) -> None:
     """Another tenant's KV is not to be had, and one's own is."""
-    settled(process)
+    settle_and_empty(process)
     first = answers(process, [document], cache_salt="tenant-a")
-    settled(process)
+    settle_and_empty(process)
     second = answers(process, [document], cache_salt="tenant-a")
     other = answers(process, [document], cache_salt="tenant-b")
     for got in (first, second, other):
@@ -193,7 +193,7 @@ def _aborts(process: EngineProcess, reference: Ask, model: Path) -> None:
         futures = [process.submit(p, 64, abort_after=after) for p in prompts]
         for future in futures:
             future.result(120)
-        settled(process)
+        settle_and_empty(process)
     got = answers(process, prompts, batch=5)
     assert_same_answers(got, reference(prompts))
 
@@ -219,7 +219,7 @@ def test_a_rotten_disk_costs_time_not_correctness(
         got = answers(process, asked, batch=4)
         assert_same_answers(got, reference(asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, asked)
         assert_same_answers(healed, reference(asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
@@ -259,7 +259,7 @@ def test_straight_from_disk_to_the_pages(
         assert_same_answers(got, reference(asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
         assert counted(process, moved, path="disk2d") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, asked)
         assert_same_answers(healed, reference(asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
@@ -283,7 +283,7 @@ def test_a_killed_engine_leaves_only_whole_blocks(
     asked = documents[16:28]
     process = EngineProcess(model, kvcore=kvcore, env=SPACE, **SMALL)
     assert_same_answers(answers(process, asked[:6]), reference(asked[:6]))
-    settled(process)
+    settle_and_empty(process)
     for document in asked[6:]:
         process.submit(document, 64)
     time.sleep(0.7)
@@ -323,7 +323,7 @@ def test_eviction_preemption_and_chunked_prefill(
                 if a.token_ids[:ANSWER] != b.token_ids
             ]
             assert not wrong, f"answers {wrong} differ"
-            settled(process)
+            settle_and_empty(process)
         assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
         assert counted(process, "kvcore_evictions_total", tier="host") > 0
         assert counted(process, "kvcore_hits_total") > 0
@@ -340,7 +340,7 @@ def test_a_disk_that_cannot_be_used_is_left_out(
     kvcore = {"host": {"capacity": "256MiB"}, "disk": {"path": str(tmp_path / "file")}}
     with engine(model, kvcore) as process:
         assert_same_answers(answers(process, documents[:3]), reference(documents[:3]))
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, documents[:3])
         assert_same_answers(warm, reference(documents[:3]))
         assert all(answer.tiers.keys() == {"host"} for answer in warm)
@@ -362,7 +362,7 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
         expected = answers(process, prompts)
     with engine(real, kvcore) as process:
         assert_same_answers(answers(process, prompts), expected)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=2)
         assert_same_answers(warm, expected)
         assert all(
@@ -390,7 +390,7 @@ def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None
         at_one = answers(process, prompts)
     with engine(tiny, kvcore, **two) as process:
         assert_same_answers(answers(process, prompts), at_two)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=4)
         assert_same_answers(warm, at_two)
         assert all(
@@ -421,7 +421,7 @@ def test_pipeline_stages_and_one_rank_read_each_other(tmp_path: Path) -> None:
         expected = answers(process, prompts)
     with engine(tiny, kvcore, **two) as process:
         assert_same_answers(answers(process, first), expected[:6])
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, first, batch=3)
         assert_same_answers(warm, expected[:6])
         assert all(w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, first, strict=True))
@@ -429,7 +429,7 @@ def test_pipeline_stages_and_one_rank_read_each_other(tmp_path: Path) -> None:
         got = answers(process, prompts)
         assert_same_answers(got, expected)
         assert all("disk" in answer.tiers for answer in got[:6])
-        settled(process)
+        settle_and_empty(process)
     with engine(tiny, kvcore, **two) as process:
         back = answers(process, second, batch=2)
         assert_same_answers(back, expected[6:])
@@ -448,7 +448,7 @@ def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
         expected = answers(process, prompts)
     with engine(tiny, kvcore, max_num_batched_tokens=256) as process:
         assert_same_answers(answers(process, prompts, batch=3), expected)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=3)
         assert_same_answers(warm, expected)
         assert sum(w.tiers.get("host", 0) for w in warm) > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.harness.compare import answers, assert_same_answers, settled
+from kvcore.harness.compare import answers, assert_same_answers, settle_and_empty
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
@@ -71,7 +71,7 @@ def test_a_hook_changes_what_attention_gives_in_a_compiled_model(
     with engine(model, config, env=wanted, enforce_eager=False) as process:
         spoilt = answers(process, asked)
         assert answered(process) == sorted(map(len, asked))
-        settled(process)
+        settle_and_empty(process)
         process.reset_prefix_cache()
         assert sum(a.reused_tokens for a in answers(process, asked)) > 0
     with engine(model, config) as process:

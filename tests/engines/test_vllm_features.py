@@ -29,7 +29,7 @@ from kvcore.harness.compare import (
     answers,
     assert_same_answers,
     counted,
-    settled,
+    settle_and_empty,
 )
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess
@@ -89,7 +89,7 @@ def test_aborts_while_loads_are_under_way(
         assert_same_answers(answers(process, documents), reference(documents))
         picks = random.Random(4)
         for _ in range(3):
-            settled(process)
+            settle_and_empty(process)
             running = {
                 name: process.submit(document, 32, request_id=name)
                 for name, document in zip(_names(picks), documents, strict=False)
@@ -99,7 +99,7 @@ def test_aborts_while_loads_are_under_way(
                 process.abort(name)
             for future in running.values():
                 future.result(120)
-        settled(process)
+        settle_and_empty(process)
         got = answers(process, documents, batch=4)
         assert_same_answers(got, reference(documents))
         assert sum(answer.tiers.get("shelf", 0) for answer in got) > 0
@@ -118,7 +118,7 @@ def test_blocks_that_cannot_be_read_are_computed_again(
     with engine(model, faulty(tmp_path, fails), path_to_plugin(tmp_path)) as process:
         for batch in (1, 4, 8):
             assert_same_answers(answers(process, documents, batch=batch), reference(documents))
-            settled(process)
+            settle_and_empty(process)
         assert counted(process, "kvcore_failures_total") > 0
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
@@ -131,7 +131,7 @@ def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
     with engine(model, kvcore, path_to_plugin(tmp_path)) as process:
         for _ in range(3):
             assert_same_answers(answers(process, documents), reference(documents))
-            settled(process)
+            settle_and_empty(process)
         assert counted(process, "kvcore_misses_total", reason="planned") > 0
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
@@ -150,7 +150,7 @@ def test_a_dead_tier_costs_time_not_answers(
     with engine(model, faulty(tmp_path, *fault), path_to_plugin(tmp_path)) as process:
         for _ in range(3):
             assert_same_answers(answers(process, documents, batch=8), reference(documents))
-            settled(process)
+            settle_and_empty(process)
         assert counted(process, "kvcore_failures_total") > 0
 
 
@@ -173,7 +173,7 @@ def test_lora_keeps_its_kv_to_itself(
             cold = answers(process, asked, lora=w)
             assert_same_answers(cold, expected[w])
             assert sum(answer.reused_tokens for answer in cold) == 0, "KV of other weights"
-            settled(process)
+            settle_and_empty(process)
         for w in choices:
             warm = answers(process, asked, lora=w)
             assert_same_answers(warm, expected[w])
@@ -198,9 +198,9 @@ def test_speculation_by_lookup_is_left_correct(
         after = long(follow)
     with engine(model, HOST_ONLY, speculative_config=speculation) as process:
         assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
-        settled(process)
+        settle_and_empty(process)
         assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
-        settled(process)
+        settle_and_empty(process)
         got = answers(process, follow, batch=4, max_tokens=80)
         assert_same_answers(got, after)
         assert all(g.reused_tokens > len(d) for g, d in zip(got, asked, strict=True)), (
@@ -220,7 +220,7 @@ def test_a_draft_model_is_declined_and_the_engine_runs(
             got = answers(process, documents[:4])
             assert_same_answers(got, reference(documents[:4]))
             assert sum(answer.reused_tokens for answer in got) == 0
-            settled(process)
+            settle_and_empty(process)
         log = process.log.read_text()
     assert log.count("keeps KV of a draft model") >= 1
 
@@ -257,12 +257,12 @@ def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
             got = answers(process, [prompt], image=image)
             assert_same_answers(got, right)
             assert got[0].reused_tokens < 202, "the KV of another picture"
-            settled(process)
+            settle_and_empty(process)
         for image, right in zip(pictures, expected, strict=True):
             got = answers(process, [prompt], image=image)
             assert_same_answers(got, right)
             assert got[0].reused_tokens > 600
-            settled(process)
+            settle_and_empty(process)
 
 
 def picture(path: Path, seed: int) -> Path:
@@ -295,7 +295,7 @@ class Listener:
             self._take_some(500)
             if self.stored:
                 break
-        settled(process)
+        settle_and_empty(process)
         process.reset_prefix_cache(connector=True)
         answers(process, windows(model, 1, 70, 70, seed=99))  # a step that publishes it
         self.take(lambda: sum(map(len, self.held.values())) < 16)
@@ -344,7 +344,7 @@ def test_events_tell_what_each_tier_holds(
         listener.join(process, model)
         answers(process, documents)
         answers(process, documents[:1])
-        settled(process)
+        settle_and_empty(process)
         answers(process, windows(model, 1, 70, 70, seed=77))  # a step that publishes the last ones
 
         def agrees(medium: str, tier: str) -> bool:
@@ -377,7 +377,7 @@ def test_a_reset_is_for_good(
         forgotten = answers(process, asked)
         assert_same_answers(forgotten, reference(asked))
         assert sum(answer.reused_tokens for answer in forgotten) == 0
-        settled(process)
+        settle_and_empty(process)
         again = answers(process, asked)
         assert_same_answers(again, reference(asked))
         assert all(answer.reused_tokens > 64 for answer in again), "this engine keeps nothing more"

@@ -27,7 +27,7 @@ from kvcore.harness.compare import (
     assert_same_answers,
     blended,
     counted,
-    settled,
+    settle_and_empty,
     warm,
 )
 from kvcore.harness.compare import small_engine as engine
@@ -91,7 +91,7 @@ def test_everything_recomputed_is_the_engines_own_answer(
         got = answers(warmed, asked, batch=batch, fusion=ALL, max_tokens=8)
         assert_same_answers(got, reference(asked))
         assert min(blended(got)) >= 400, blended(got)
-        settled(warmed)
+        settle_and_empty(warmed)
 
 
 def test_a_share_recomputed_is_what_the_reference_makes_of_it(
@@ -130,7 +130,7 @@ def test_a_share_recomputed_is_what_the_reference_makes_of_it(
         ]
         assert blended(got) == [480] * len(plans)
         assert [a.token_ids for a in got] == expected[ratio]
-        settled(warmed)
+        settle_and_empty(warmed)
     for one, other in itertools.combinations(expected.values(), 2):
         assert sum(a != b for a, b in zip(one, other, strict=True)) >= 2, "nothing is told apart"
 
@@ -165,7 +165,7 @@ def test_blends_side_by_side_share_nothing(
     alone = []
     for prompt in asked:
         alone += answers(warmed, [prompt], fusion=REUSE)
-        settled(warmed)
+        settle_and_empty(warmed)
     together = answers(warmed, asked, batch=8, fusion=REUSE)
     assert_same_answers(together, alone)
     assert min(blended(together)) >= 400
@@ -248,14 +248,14 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         assert_same_answers(answers(process, asked[:4], fusion=EXACT), right[:4])
         again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
         assert_same_answers(again, right[:4])
-        settled(process)
+        settle_and_empty(process)
         turns = [[*p, *a.token_ids, 5, 6, 7] for p, a in zip(asked, rough, strict=True)]
         assert_same_answers(answers(process, turns[4:], fusion=EXACT), reference(turns[4:]))
     first, second = len(chunks[4]), len(chunks[0])
     pair = chunks[4] + chunks[0] + [5] * 9
     with engine(model, settings) as process:
         [found] = answers(process, [pair], fusion=ALL)
-        settled(process)
+        settle_and_empty(process)
         [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
         assert_same_answers([found, marked], reference([pair, pair]))
         # the first chunk is a plain prefix; of the second, whole blocks are found, or in a prompt
@@ -291,7 +291,7 @@ def test_preemption_and_eviction(
             for a, b in zip(got, reference(asked), strict=True):
                 assert a.token_ids[:ANSWER] == b.token_ids[:ANSWER], a.kvcore
             made += sum(map(bool, blended(got)))
-            settled(process)
+            settle_and_empty(process)
         assert made > 0
         assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
         assert counted(process, "kvcore_evictions_total", tier="host") > 0
@@ -330,7 +330,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
-        settled(process)
+        settle_and_empty(process)
         second = answers(process, asked, fusion=REUSE)
         assert_same_answers(second, first)
         assert blended(first) + blended(second) == [0, 0, 0, 0]
@@ -355,7 +355,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     with engine(model, kvcore, env=env, tensor_parallel_size=2) as process:
         warm(process, chunks)
         assert_same_answers(answers(process, asked[:4], fusion={"ratio": 0.2}), single)
-        settled(process)
+        settle_and_empty(process)
         everything = answers(process, asked[:4], fusion=ALL)
         assert_same_answers(everything, reference(asked[:4]))
         assert min(blended(everything)) >= 400
@@ -419,7 +419,7 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         assert counted(process, "kvcore_blends_total", outcome="failed") == tried
         assert not any("blend" in got[i].kvcore["tiers"] for i in failed)
         assert_same_answers([got[i] for i in failed], [right[i] for i in failed])
-        settled(process)
+        settle_and_empty(process)
         assert_same_answers(answers(process, asked, fusion=EXACT), right)
         assert "exact prefixes only" in process.log.read_text()
 

@@ -26,7 +26,7 @@ from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
 
-__all__ = ["ProcessEngine", "ProcessDriver"]
+__all__ = ["ProcessDriver", "ProcessEngine"]
 
 
 class ProcessDriver(Driver):
