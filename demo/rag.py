@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvcore.errors import KVCoreError
-from kvcore.harness.compare import ENGINES, remembering, sized
+from kvcore.harness.compare import ENGINES, keep_on_reset, sized
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2
 
@@ -205,7 +205,7 @@ def _blended(
     bar: Bar,
 ) -> Iterator[Answer]:
     """Answer every prompt in every way, with an engine that has seen only the pages."""
-    config = remembering(
+    config = keep_on_reset(
         options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
     )
     log = options.results / "engine-rag.log"

@@ -28,7 +28,7 @@ from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.report import Report
 from kvcore.config import Config, explicit_settings
 from kvcore.errors import ConfigError
-from kvcore.harness.compare import remembering
+from kvcore.harness.compare import keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 
 __all__ = [
@@ -117,7 +117,7 @@ def settings(config: Config, engine: str) -> dict[str, Any]:
     """Return kvcore's settings for the engine, such that only the engine's own cache is emptied."""
     given = explicit_settings(config)
     given.pop("engine", None)
-    return remembering(engine, given)
+    return keep_on_reset(engine, given)
 
 
 def arguments(given: Sequence[str]) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def sized(
     return args | {name: value for name, value in own.items() if value is not None}
 
 
-def remembering(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+def keep_on_reset(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``kvcore`` such that `EngineProcess.reset_prefix_cache` keeps kvcore's tiers.
 
     Only the engine's own cache is then emptied.

@@ -28,7 +28,7 @@ from kvcore.harness.compare import (
     Reference,
     answers,
     assert_same_answers,
-    remembering,
+    keep_on_reset,
     small_engine,
 )
 from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
@@ -108,7 +108,7 @@ class FaultContract:
     ) -> Iterator[EngineProcess]:
         path = [str(planted.folder)] if planted is not None else []
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
-        with small_engine(model, remembering(cls.engine, kvcore), env, cls.engine) as process:
+        with small_engine(model, keep_on_reset(cls.engine, kvcore), env, cls.engine) as process:
             yield process
 
     @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
