@@ -31,7 +31,7 @@ from rich.table import Table
 from demo.conversations import Conversations
 from kvcore._util.optional import client_module
 from kvcore.errors import KVCoreError, TransferError, UnsupportedError
-from kvcore.harness.compare import counted, keep_on_reset, sized
+from kvcore.harness.compare import counted, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2
 from kvcore_devtools.hosts import Host, Network
@@ -101,7 +101,7 @@ class Setting:
             within=host.command if host else (),
             env=network,
             log=self.results / f"cluster-{name}.log",
-            **sized(
+            **engine_arguments(
                 "vllm",
                 dtype=self.dtype,
                 request_tokens=self.longest,

@@ -86,7 +86,7 @@ ENGINES = tuple(_SMALL)
 """Names of the engines that have a driver here."""
 
 
-def sized(
+def engine_arguments(
     engine: str,
     *,
     dtype: str,
