@@ -21,7 +21,7 @@ from kvcore.harness.compare import SETTLE_S, Reference, answers, assert_same_ans
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
-from kvcore.testing.faults.process import Planted, State
+from kvcore.testing.faults.process import FaultControl, State
 
 __all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings"]
 
@@ -149,7 +149,7 @@ def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 class Bench:
-    """An engine with kvcore whose faults are set through ``planted``.
+    """An engine with kvcore whose faults are set through ``control``.
 
     ``right`` returns the expected answers. ``tier`` is the name of the tier below host memory.
     ``fuses`` says that requests may ask for fusion.
@@ -158,7 +158,7 @@ class Bench:
     def __init__(
         self,
         process: EngineProcess,
-        planted: Planted,
+        control: FaultControl,
         model: Path,
         right: Reference,
         tier: str,
@@ -166,7 +166,7 @@ class Bench:
         fuses: bool = False,
     ) -> None:
         self.process = process
-        self.planted = planted
+        self.control = control
         self._right = right
         self._tier = tier
         self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
@@ -196,8 +196,8 @@ class Bench:
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
             self._rest()
-        before, rotten = self.planted.state(), self._rotten
-        with self.planted.wrong(*cell.rules):
+        before, rotten = self.control.state(), self._rotten
+        with self.control.inject(*cell.rules):
             self._until_struck(cell, before, lambda: come(cell))
         self.heal()
         assert not cell.spoils or self._rotten > rotten, "corrupt blocks were not noticed"
@@ -219,21 +219,21 @@ class Bench:
 
     def _rest(self) -> State:
         """Wait until no transfer is in flight."""
-        return self.planted.rest(self.process.metrics)
+        return self.control.rest(self.process.metrics)
 
     def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
         """Call ``come()`` until each of the cell's rules has struck since ``before``."""
         missing = list(cell.rules)
         for _ in range(ROUNDS):
             come()
-            state = self.planted.state()
+            state = self.control.state()
             missing = [rule for rule in missing if state.strikes(rule) == before.strikes(rule)]
             if not missing:
                 break
         assert not missing, f"these rules never struck: {missing}; strikes: {state.struck}"
         if cell.hangs:
             come()
-            assert self.planted.state().hanging, "the engine waited for a call that hangs"
+            assert self.control.state().hanging, "the engine waited for a call that hangs"
 
     def _compare(self, state: State) -> None:
         """Assert that no more files and threads are open than when the engine was new."""
@@ -282,7 +282,7 @@ class Bench:
             self.process.submit(document, request_id=name, **self._options)
             for name, document in zip(names, self._documents, strict=True)
         ]
-        self.planted.until(lambda state: state.held["flights"] > 0)
+        self.control.until(lambda state: state.held["flights"] > 0)
         for name in names:
             self.process.abort(name)
         for future in futures:

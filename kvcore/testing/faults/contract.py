@@ -46,7 +46,7 @@ from kvcore.testing.faults.cells import (
     settings,
 )
 from kvcore.testing.faults.plan import Fault, Rule, Seam
-from kvcore.testing.faults.process import Planted, plant
+from kvcore.testing.faults.process import FaultControl, write_injector
 from kvcore.testing.waiting import until
 
 __all__ = ["FaultContract"]
@@ -87,9 +87,9 @@ class FaultContract:
         cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("disk")
-        planted = plant(folder / "plugin")
-        with cls._over(model, _on_disk(folder), planted) as process:
-            yield Bench(process, planted, model, right, "disk", fuses=True)
+        control = write_injector(folder / "plugin")
+        with cls._over(model, _on_disk(folder), control) as process:
+            yield Bench(process, control, model, right, "disk", fuses=True)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -97,16 +97,16 @@ class FaultContract:
         cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("store")
-        planted = plant(folder / "plugin")
-        with cls._over(model, _in_store(cls.store_plugin, folder), planted) as process:
-            yield Bench(process, planted, model, right, "shelf")
+        control = write_injector(folder / "plugin")
+        with cls._over(model, _in_store(cls.store_plugin, folder), control) as process:
+            yield Bench(process, control, model, right, "shelf")
 
     @classmethod
     @contextmanager
     def _over(
-        cls, model: Path, kvcore: dict[str, Any], planted: Planted | None = None
+        cls, model: Path, kvcore: dict[str, Any], control: FaultControl | None = None
     ) -> Iterator[EngineProcess]:
-        path = [str(planted.folder)] if planted is not None else []
+        path = [str(control.folder)] if control is not None else []
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
         with small_engine(model, keep_on_reset(cls.engine, kvcore), env, cls.engine) as process:
             yield process
@@ -125,16 +125,16 @@ class FaultContract:
         self, model: Path, right: Reference, tmp_path: Path
     ) -> None:
         """Kill the engine while it writes. The next one finds only intact blocks on disk."""
-        planted, kvcore = plant(tmp_path / "plugin"), _on_disk(tmp_path)
+        control, kvcore = write_injector(tmp_path / "plugin"), _on_disk(tmp_path)
         asked = windows(model, 6, 200, 350, seed=5)
-        with self._over(model, kvcore, planted) as process:
+        with self._over(model, kvcore, control) as process:
             assert_same_answers(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
-            planted.rest()
-            with planted.wrong(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
-                living = planted.processes
+            control.rest()
+            with control.inject(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
+                living = control.processes
                 with contextlib.suppress(EngineDied, EngineFailed):
                     answers(process, asked, fusion=EXACT)
-                until(lambda: planted.processes < living)
+                until(lambda: control.processes < living)
             process.kill()
         with self._over(model, kvcore) as process:
             got = answers(process, asked, fusion=EXACT)

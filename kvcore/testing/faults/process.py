@@ -4,9 +4,9 @@
     folder/asked        ──▶                       a number: each process answers it with its state
     folder/state-PID    ◀──                       what it holds, strikes, threads, open files
 
-`plant` makes the folder a plugin. On the module search path of an engine, it injects faults into
-each worker, outbox, tier and store there, without any setting of kvcore. An engine that loads no
-third-party plugins does not see it.
+`write_injector` makes the folder a plugin. On the module search path of an engine, it injects
+faults into each worker, outbox, tier and store there, without any setting of kvcore. An engine that
+loads no third-party plugins does not see it.
 
 Circuit breakers pause for only `REST_S` seconds, so that a failed tier is tried again within a
 test.
@@ -36,7 +36,7 @@ from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.tier import StoreTier
 from kvcore.worker import KVWorker
 
-__all__ = ["Planted", "State", "follow", "plant"]
+__all__ = ["FaultControl", "State", "follow", "write_injector"]
 
 REST_S = 0.2
 _LOOK_S = 0.02
@@ -115,7 +115,7 @@ class _Teller:
             self._parts.append(part)
             return
         self._process, self._parts = os.getpid(), [part]
-        self._tell(-1)  # `Planted.state` waits only for processes that have a state file
+        self._tell(-1)  # `FaultControl.state` waits only for processes that have a state file
         threading.Thread(target=self._serve, name="faults-teller", daemon=True).start()
 
     def _serve(self) -> None:
@@ -179,7 +179,7 @@ class State(NamedTuple):
         return self.struck[f"{rule.seam.value} {rule.fault.value}"]
 
 
-class Planted:
+class FaultControl:
     """The folder of a running engine: sets the faults of its processes and reads their state."""
 
     def __init__(self, folder: Path) -> None:
@@ -187,7 +187,7 @@ class Planted:
         self._asked = 0
 
     @contextmanager
-    def wrong(self, *rules: Rule) -> Iterator[None]:
+    def inject(self, *rules: Rule) -> Iterator[None]:
         """Inject faults while the block runs. Calls that hang continue after it."""
         write_rules(self.folder / "rules", *rules)
         try:
@@ -259,7 +259,7 @@ def _sum(said: Sequence[dict[str, Any]], what: str) -> Counter[str]:
     return sum((Counter(one[what]) for one in said), Counter())
 
 
-def plant(folder: Path) -> Planted:
+def write_injector(folder: Path) -> FaultControl:
     """Make ``folder`` a plugin that injects faults, none for now. Put it on PYTHONPATH."""
     info = folder / f"{_MODULE}-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -270,4 +270,4 @@ def plant(folder: Path) -> Planted:
         "follow(Path(__file__).parent)\n"
     )
     write_rules(folder / "rules")
-    return Planted(folder)
+    return FaultControl(folder)
