@@ -25,7 +25,7 @@ def test_cases_and_a_clear_that_forgets(tmp_path: Path) -> None:
             assert found.reused == {"host": kit.reusable(ask)}
             engine.clear()
             [computed] = engine.ask([ask])
-            kit.same([found, computed], [ask, ask])
+            kit.assert_same([found, computed], [ask, ask])
             assert not computed.reused, "what was cleared was found"
         results = run(kit, [one for one in CASES if one.name in QUICK])
     assert {r.case: (r.outcome, r.why) for r in results} == dict.fromkeys(QUICK, ("passed", ""))

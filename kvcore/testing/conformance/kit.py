@@ -223,7 +223,7 @@ class Kit(AbstractContextManager["Kit"]):
 
     # -- what is expected -------------------------------------------------------------------
 
-    def right(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
+    def expected(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
         """Return the answers of the engine without kvcore. Each request runs alone, and only once.
 
         ``setup`` has the fields of `Setup`.
@@ -243,11 +243,11 @@ class Kit(AbstractContextManager["Kit"]):
             self._known[place] = answer.tokens
         return self._known[place]
 
-    def same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
+    def assert_same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
         """Assert that every answer equals that of the engine without kvcore."""
         wrong = [
             f"request {i}: {answer.tokens} for {right}, reused {answer.reused}"
-            for i, (answer, right) in enumerate(zip(got, self.right(asks, **setup), strict=True))
+            for i, (answer, right) in enumerate(zip(got, self.expected(asks, **setup), strict=True))
             if answer.tokens != right
         ]
         assert not wrong, f"{len(wrong)} of {len(got)} answers differ: {'; '.join(wrong[:3])}"

@@ -50,7 +50,7 @@ def budgets_held(kit: Kit) -> None:
     asks = prompts(kit, 3200, range(60, 300, 20))
     with kit.fresh(kit.config(host={"capacity": "4MiB"}, disk=disk)) as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
             engine.forget()
         engine.check()

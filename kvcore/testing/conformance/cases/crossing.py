@@ -26,7 +26,7 @@ def cross(
     with kit.fresh(config, reader) as engine:
         for ask in asks:
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             expected = kit.reusable(ask, writer=writer, reader=reader)
             assert got[0].reused_tokens == expected, (
                 f"{reader.name} reused {got[0].reused} of the {expected} tokens that "
@@ -76,7 +76,7 @@ def another_number_of_ranks(kit: Kit) -> None:
             kit.stored(engine, asks)
         with kit.fresh(config, ranks=reads) as engine:
             for ask in asks:
-                kit.same(engine.ask([ask]), [ask], ranks=reads)
+                kit.assert_same(engine.ask([ask]), [ask], ranks=reads)
             engine.settle()
             assert engine.counted("kvcore_transfer_bytes_total", path="disk2h") > 0
             hits(kit, engine, asks, ranks=reads)
@@ -100,7 +100,7 @@ def through(kit: Kit, seed: int, config: Callable[[], dict[str, Any]]) -> None:
             with kit.fresh(shared, **reads) as engine:
                 for ask in asks:
                     got = engine.ask([ask])
-                    kit.same(got, [ask], **reads)
+                    kit.assert_same(got, [ask], **reads)
                     assert got[0].reused_tokens == kit.reusable(ask), (
                         f"{reads or 'one rank'} reused {got[0].reused} of the "
                         f"{kit.reusable(ask)} tokens that {wrote or 'one rank'} stored"
@@ -127,7 +127,7 @@ def apart(kit: Kit, seed: int, **other: Any) -> None:
     with kit.fresh(config, **other) as engine:
         got = engine.ask([ask])
         assert not got[0].reused, f"KV of another model was reused: {got[0].reused}"
-        kit.same(got, [ask], **other)
+        kit.assert_same(got, [ask], **other)
     with kit.fresh(config) as engine:
         assert engine.ask([ask])[0].reused, "its own KV was not found again"
 

@@ -22,7 +22,7 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
     engine.forget()
     for ask in asks:
         got = engine.ask([ask])
-        kit.same(got, [ask], ranks=ranks)
+        kit.assert_same(got, [ask], ranks=ranks)
         assert got[0].reused_tokens == kit.reusable(ask, block), (
             f"reused {got[0].reused} of {len(ask.tokens)} tokens; "
             f"{kit.reusable(ask, block)} were stored"
@@ -33,12 +33,12 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
 def miss(kit: Kit) -> None:
     """Nothing is stored: the engine gives its own answers, and nothing is reused."""
     asks = prompts(kit, 100)
-    assert len({tuple(answer) for answer in kit.right(asks)}) > 3, (
+    assert len({tuple(answer) for answer in kit.expected(asks)}) > 3, (
         "different prompts get equal answers"
     )
     with kit.engine() as engine:
         got = [engine.ask([ask])[0] for ask in asks]
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert not any(answer.reused for answer in got), [answer.reused for answer in got]
 
 
@@ -60,7 +60,7 @@ def partial_hit(kit: Kit) -> None:
         kit.stored(engine, [Ask(base)])
         for ask in asks:
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             cut = len(ask.tokens) - 37
             assert got[0].reused_tokens == kit.reusable(ask, shared=cut), (got[0].reused, cut)
             engine.forget()
@@ -81,12 +81,12 @@ def next_turn(kit: Kit) -> None:
     first = Ask(kit.words(500, 100), max_tokens=40)
     with kit.engine() as engine:
         [answer] = engine.ask([first])
-        kit.same([answer], [first])
+        kit.assert_same([answer], [first])
         engine.settle()
         engine.forget()
         follow = Ask([*first.tokens, *answer.tokens, *kit.words(501, 20)])
         got = engine.ask([follow])
-        kit.same(got, [follow])
+        kit.assert_same(got, [follow])
         assert got[0].reused_tokens >= (100 + 39) // BLOCK * BLOCK - BLOCK, got[0].reused
 
 
@@ -97,7 +97,7 @@ def many_at_once(kit: Kit) -> None:
     with kit.engine() as engine:
         for _ in range(2):
             got = engine.ask(asks)
-            kit.same(got, asks)
+            kit.assert_same(got, asks)
             engine.settle()
             engine.forget()
         assert all(answer.reused for answer in got), [answer.reused for answer in got]
@@ -110,11 +110,11 @@ def shared_prefixes(kit: Kit) -> None:
     asks = [Ask([*shared, *kit.words(701 + i, 10 + 7 * i)]) for i in range(8)]
     with kit.engine() as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
         engine.forget()
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert max(answer.reused_tokens for answer in got) >= 112
 
 
@@ -124,9 +124,9 @@ def asked_again_at_once(kit: Kit) -> None:
     asks = prompts(kit, 800, (250, 260, 270))
     with kit.engine() as engine:
         for ask in asks:
-            kit.same(engine.ask([ask]), [ask])
+            kit.assert_same(engine.ask([ask]), [ask])
             engine.forget()
-            kit.same(engine.ask([ask]), [ask])
+            kit.assert_same(engine.ask([ask]), [ask])
 
 
 @case("equality", Capability.SALT)
@@ -138,7 +138,7 @@ def salts_kept_apart(kit: Kit) -> None:
         for number, salt in enumerate(["a", "a", "b", None, None]):
             ask = Ask(tokens, salt=salt)
             [got] = engine.ask([ask])
-            kit.same([got], [ask])
+            kit.assert_same([got], [ask])
             found[number] = got.reused_tokens
             engine.settle()
             engine.forget()
@@ -152,7 +152,7 @@ def abort_while_saving(kit: Kit) -> None:
     asks = prompts(kit, 1000, (150, 200, 250))
     with kit.engine() as engine:
         engine.ask([Ask(ask.tokens, 40, abort_after=1) for ask in asks])
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         engine.settle()
         engine.check()
 
@@ -164,10 +164,10 @@ def abort_while_loading(kit: Kit) -> None:
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
         engine.ask([Ask(ask.tokens, 40, abort_after=0) for ask in asks])
-        kit.same(engine.ask(others), others)
+        kit.assert_same(engine.ask(others), others)
         engine.forget()
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert all(answer.reused for answer in got), [answer.reused for answer in got]
         engine.settle()
         engine.check()
@@ -180,7 +180,7 @@ def large_loads(kit: Kit) -> None:
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
         got = engine.ask([*asks, Ask(kit.words(1310, 90))])
-        kit.same(got, [*asks, Ask(kit.words(1310, 90))])
+        kit.assert_same(got, [*asks, Ask(kit.words(1310, 90))])
         assert [a.reused_tokens for a in got[:3]] == [kit.reusable(ask) for ask in asks]
 
 
@@ -189,7 +189,7 @@ def chunked_prefill(kit: Kit) -> None:
     """Prompts are prefilled over many steps: every piece is stored, and a hit may end in any."""
     asks = prompts(kit, 1400, (150, 260, 333))
     with kit.engine(step_tokens=64) as engine:
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         engine.settle()
         hits(kit, engine, asks)
 
@@ -200,7 +200,7 @@ def eviction_under_pressure(kit: Kit) -> None:
     asks = prompts(kit, 1500, range(60, 300, 30))
     with kit.engine(kit.config(host={"capacity": "4MiB"})) as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
             engine.forget()
         assert engine.counted("kvcore_evictions_total", tier="host") > 0, "nothing was evicted"
@@ -212,7 +212,7 @@ def preemption(kit: Kit) -> None:
     """Engine memory holds a fraction of what runs: requests lose their pages and start over."""
     asks = [Ask(kit.words(1600 + i, 100), max_tokens=90) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         assert engine.preemptions > 0, "nothing was preempted"
         engine.settle()
         engine.check()
@@ -246,7 +246,7 @@ def lora_kept_apart(kit: Kit) -> None:
     with kit.engine(lora=True) as engine:
         for ask in (plain, adapted):
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             assert not got[0].reused, got[0].reused
             engine.settle()
             engine.forget()
@@ -259,7 +259,7 @@ def two_ranks(kit: Kit) -> None:
     asks = prompts(kit, 2000)
     with kit.engine(ranks=2) as engine:
         for ask in asks:
-            kit.same(engine.ask([ask]), [ask], ranks=2)
+            kit.assert_same(engine.ask([ask]), [ask], ranks=2)
         engine.settle()
         hits(kit, engine, asks, ranks=2)
 
@@ -274,7 +274,7 @@ def disk_hit_after_restart(kit: Kit) -> None:
     with kit.fresh(config) as engine:
         for ask in asks:
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             assert got[0].reused_tokens == kit.reusable(ask), (got[0].reused, len(ask.tokens))
         engine.settle()
         hits(kit, engine, asks)

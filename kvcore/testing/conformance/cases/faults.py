@@ -34,7 +34,7 @@ def after(kit: Kit, damage: Callable[[list[Path]], None], seed: int) -> None:
     with kit.fresh(config) as engine:
         for _ in range(2):
             for ask in asks:
-                kit.same(engine.ask([ask], IN_TIME_S), [ask])
+                kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
             engine.settle()
             engine.forget()
         assert all(engine.ask([ask])[0].reused for ask in asks[1:]), (
@@ -118,15 +118,15 @@ def troubles(kit: Kit, rules: Sequence[Rule], seed: int) -> None:
     with troubled(kit, asks) as (engine, say):
         say(*rules)
         for ask in asks:
-            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
             engine.forget()
         say()
         for ask in asks:
-            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
         engine.settle()
         engine.forget()
         got = engine.ask(asks[-1:])
-        kit.same(got, asks[-1:])
+        kit.assert_same(got, asks[-1:])
         assert got[0].reused, "nothing is reused after the faults ended"
         engine.settle()
         engine.check()
@@ -159,6 +159,6 @@ def a_tier_brings_back(kit: Kit) -> None:
         engine.settle()
         engine.forget()
         got += engine.ask(asks[:1])  # an engine that cannot wait for a load reuses it now
-        kit.same(got, asks[:1] * 2)
+        kit.assert_same(got, asks[:1] * 2)
         assert got[1].reused, "nothing was loaded from the tier below host memory"
         assert engine.counted("kvcore_transfer_bytes_total", path="remote2h") > 0

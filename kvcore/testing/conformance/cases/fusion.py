@@ -110,7 +110,7 @@ def everything_recomputed(kit: Kit) -> None:
         alone = [engine.ask([ask])[0] for ask in asks[:3]]
         engine.forget()
         found = engine.ask([Ask(prompt.tokens, fusion={"ratio": 1.0}) for prompt in asked[3:]])
-        kit.same([*alone, *found], asks)
+        kit.assert_same([*alone, *found], asks)
         blended = [answer.reused.get("blend", 0) for answer in (*alone, *found)]
         assert min(blended) >= 192, blended
 
@@ -159,20 +159,20 @@ def approximate_is_never_exact(kit: Kit) -> None:
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
         rough = engine.ask([prompt.ask(0.0) for prompt in asked])
-        right = kit.right(exact)
+        right = kit.expected(exact)
         differ = sum(a.tokens != b for a, b in zip(rough, right, strict=True))
         assert differ >= len(asked) // 2, (
             "reuse without recomputation changes no answer, so the case proves nothing"
         )
-        kit.same(engine.ask(exact[:3]), exact[:3])
+        kit.assert_same(engine.ask(exact[:3]), exact[:3])
         engine.settle()
         engine.forget()
-        kit.same(engine.ask(exact), exact)
+        kit.assert_same(engine.ask(exact), exact)
         turns = [
             Ask([*ask.tokens, *answer.tokens, *kit.words(5600, 9)])
             for ask, answer in zip(exact, rough, strict=True)
         ]
-        kit.same(engine.ask(turns), turns)
+        kit.assert_same(engine.ask(turns), turns)
 
 
 @case("fusion", Capability.FUSION, Capability.RANKS)
