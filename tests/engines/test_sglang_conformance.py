@@ -19,7 +19,7 @@ one process serves."""
 def test_cases_and_a_clear_that_forgets(tmp_path: Path) -> None:
     with Kit(find_driver("sglang"), tmp_path) as kit:
         with kit.engine() as engine:
-            ask = Ask(kit.words(9000, 150))
+            ask = Ask(kit.tokens(9000, 150))
             kit.stored(engine, [ask])
             [found] = engine.ask([ask])
             assert found.reused == {"host": kit.reusable(ask)}

@@ -147,7 +147,7 @@ class Kit(AbstractContextManager["Kit"]):
 
     # -- prompts ----------------------------------------------------------------------------
 
-    def words(self, seed: int, count: int) -> list[int]:
+    def tokens(self, seed: int, count: int) -> list[int]:
         """Return ``count`` random tokens. Equal arguments give equal tokens."""
         picks = random.Random(seed)
         return [picks.randrange(16, self.vocabulary) for _ in range(count)]
@@ -176,7 +176,7 @@ class Kit(AbstractContextManager["Kit"]):
         """Return the settings of a disk tier in a new folder."""
         return {"path": str(self.new_folder()), "capacity": "256MiB"}
 
-    def far(self) -> dict[str, Any]:
+    def store_tier(self) -> dict[str, Any]:
         """Return the settings of a tier in the kit's remote store, under a new key prefix.
 
         Lookups wait for its answer.

@@ -91,7 +91,7 @@ def test_everything_recomputed(
     monkeypatch.setattr(trtllm, "Limits", functools.partial(Limits, overlap=overlap))
     with kit.fresh(kit.config(fusion=FUSED), **setup) as engine:
         prompts = stored(kit, engine, 100)[:3]
-        beside = Ask(kit.words(99, 70), 12)
+        beside = Ask(kit.tokens(99, 70), 12)
         asks = [*(prompt.ask(1.0) for prompt in prompts), beside]
         got = engine.ask(asks)
         kit.assert_same(got, asks)
@@ -116,7 +116,7 @@ def test_other_models(tmp_path: Path, arch: str) -> None:
 def test_chunks_on_disk_come_before_the_answer(kit: Kit) -> None:
     """A restarted engine finds marked chunks on disk, and the exact prefix before them."""
     config = kit.config(fusion=FUSED, disk=kit.disk())
-    lead = kit.words(7, 64)
+    lead = kit.tokens(7, 64)
     with kit.fresh(config) as engine:
         [prompt, *_] = stored(kit, engine, 200)
         prompt = Mixed([*lead, *prompt.tokens], [(a + 64, b + 64) for a, b in prompt.spans])

@@ -120,7 +120,7 @@ def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["conformance", "--case", "miss", "--store", "localhost:6379"])
     assert "given the store 'localhost:6379'" in squeezed(done.output)
     with Kit(Idle(), tmp_path, store="redis://h:1/0") as kit:
-        one, other = kit.far(), kit.far()
+        one, other = kit.store_tier(), kit.store_tier()
         assert one["options"]["prefix"] != other["options"]["prefix"], "cases share no blocks"
         assert load_config(None, {"tiers": {"far": one}}, {}).tiers["far"].plugin == "redis"
 

@@ -64,7 +64,7 @@ def both_ways_through_a_store(kit: Kit) -> None:
     for number, partner in enumerate(kit.partners):
         for way, pair in enumerate([(partner, kit.driver), (kit.driver, partner)]):
             seed = 7300 + 100 * number + 50 * way
-            cross(kit, *pair, seed, kit.config(tiers={"far": kit.far()}), ranks_of(pair[0]))
+            cross(kit, *pair, seed, kit.config(tiers={"far": kit.store_tier()}), ranks_of(pair[0]))
 
 
 @case("crossing", Capability.RANKS)
@@ -116,12 +116,12 @@ def another_number_of_stages(kit: Kit) -> None:
 @case("crossing", Capability.RANKS, Capability.STAGES, store=True)
 def any_size_through_a_store(kit: Kit) -> None:
     """KV moves through a store between different numbers of ranks and pipeline stages."""
-    through(kit, 7700, lambda: kit.config(tiers={"far": kit.far()}))
+    through(kit, 7700, lambda: kit.config(tiers={"far": kit.store_tier()}))
 
 
 def apart(kit: Kit, seed: int, **other: Any) -> None:
     """Assert that an engine with setup ``other`` finds nothing that the kit's model stored."""
-    ask, config = Ask(kit.words(seed, 150)), kit.config(disk=kit.disk())
+    ask, config = Ask(kit.tokens(seed, 150)), kit.config(disk=kit.disk())
     with kit.fresh(config) as engine:
         kit.stored(engine, [ask])
     with kit.fresh(config, **other) as engine:

@@ -14,7 +14,7 @@ LENGTHS = (5, 40, 97, 150, 201, 260)
 
 def prompts(kit: Kit, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Ask]:
     """Return requests for random prompts of the given ``lengths`` in tokens."""
-    return [Ask(kit.words(seed + i, count)) for i, count in enumerate(lengths)]
+    return [Ask(kit.tokens(seed + i, count)) for i, count in enumerate(lengths)]
 
 
 def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, ranks: int = 1) -> None:
@@ -54,8 +54,8 @@ def host_hit(kit: Kit) -> None:
 @case("equality")
 def partial_hit(kit: Kit) -> None:
     """A prompt differs from a stored one in the middle of a block and a page."""
-    base = kit.words(300, 250)
-    asks = [Ask(base[:cut] + kit.words(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
+    base = kit.tokens(300, 250)
+    asks = [Ask(base[:cut] + kit.tokens(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
     with kit.engine() as engine:
         kit.stored(engine, [Ask(base)])
         for ask in asks:
@@ -78,13 +78,13 @@ def page_borders(kit: Kit) -> None:
 @case("equality")
 def next_turn(kit: Kit) -> None:
     """The next turn of a conversation finds the KV of the answer before it."""
-    first = Ask(kit.words(500, 100), max_tokens=40)
+    first = Ask(kit.tokens(500, 100), max_tokens=40)
     with kit.engine() as engine:
         [answer] = engine.ask([first])
         kit.assert_same([answer], [first])
         engine.settle()
         engine.forget()
-        follow = Ask([*first.tokens, *answer.tokens, *kit.words(501, 20)])
+        follow = Ask([*first.tokens, *answer.tokens, *kit.tokens(501, 20)])
         got = engine.ask([follow])
         kit.assert_same(got, [follow])
         assert got[0].reused_tokens >= (100 + 39) // BLOCK * BLOCK - BLOCK, got[0].reused
@@ -106,8 +106,8 @@ def many_at_once(kit: Kit) -> None:
 @case("equality")
 def shared_prefixes(kit: Kit) -> None:
     """Requests with a common prefix run in one batch, cold and warm."""
-    shared = kit.words(700, 120)
-    asks = [Ask([*shared, *kit.words(701 + i, 10 + 7 * i)]) for i in range(8)]
+    shared = kit.tokens(700, 120)
+    asks = [Ask([*shared, *kit.tokens(701 + i, 10 + 7 * i)]) for i in range(8)]
     with kit.engine() as engine:
         for _ in range(2):
             kit.assert_same(engine.ask(asks), asks)
@@ -132,7 +132,7 @@ def asked_again_at_once(kit: Kit) -> None:
 @case("equality", Capability.SALT)
 def salts_kept_apart(kit: Kit) -> None:
     """A tenant finds its own KV and no other tenant's."""
-    tokens = kit.words(900, 100)
+    tokens = kit.tokens(900, 100)
     with kit.engine() as engine:
         found = {}
         for number, salt in enumerate(["a", "a", "b", None, None]):
@@ -179,8 +179,8 @@ def large_loads(kit: Kit) -> None:
     asks = prompts(kit, 1300, (100, 180, 260))
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
-        got = engine.ask([*asks, Ask(kit.words(1310, 90))])
-        kit.assert_same(got, [*asks, Ask(kit.words(1310, 90))])
+        got = engine.ask([*asks, Ask(kit.tokens(1310, 90))])
+        kit.assert_same(got, [*asks, Ask(kit.tokens(1310, 90))])
         assert [a.reused_tokens for a in got[:3]] == [kit.reusable(ask) for ask in asks]
 
 
@@ -210,7 +210,7 @@ def eviction_under_pressure(kit: Kit) -> None:
 @case("equality", Capability.PREEMPTION)
 def preemption(kit: Kit) -> None:
     """Engine memory holds a fraction of what runs: requests lose their pages and start over."""
-    asks = [Ask(kit.words(1600 + i, 100), max_tokens=90) for i in range(6)]
+    asks = [Ask(kit.tokens(1600 + i, 100), max_tokens=90) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
         kit.assert_same(engine.ask(asks), asks)
         assert engine.preemptions > 0, "nothing was preempted"
@@ -241,7 +241,7 @@ def large_blocks(kit: Kit) -> None:
 def lora_kept_apart(kit: Kit) -> None:
     """KV computed with LoRA weights is reused only with the same weights."""
     weights: Path = tiny_lora(kit.new_folder() / "lora", kit.model, seed=3)
-    plain = Ask(kit.words(1900, 100))
+    plain = Ask(kit.tokens(1900, 100))
     adapted = Ask(plain.tokens, lora=weights)
     with kit.engine(lora=True) as engine:
         for ask in (plain, adapted):

@@ -31,7 +31,7 @@ class Mixed:
 def chunks_of(kit: Kit, seed: int) -> list[list[int]]:
     """Return random chunks of the lengths `CHUNKS`."""
     assert all(count % BLOCK == 0 for count in CHUNKS)
-    return [kit.words(seed + i, count) for i, count in enumerate(CHUNKS)]
+    return [kit.tokens(seed + i, count) for i, count in enumerate(CHUNKS)]
 
 
 def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
@@ -39,10 +39,10 @@ def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
     made = []
     pairs = [(a, b) for a in range(len(chunks)) for b in range(len(chunks)) if a != b]
     for number, pair in enumerate(pairs):
-        tokens, spans = kit.words(seed + 10 * number, 9 + number), []
+        tokens, spans = kit.tokens(seed + 10 * number, 9 + number), []
         for place, chunk in enumerate(pair):
             spans.append((len(tokens), len(tokens) + len(chunks[chunk])))
-            tokens = [*tokens, *chunks[chunk], *kit.words(seed + 10 * number + 1 + place, 7)]
+            tokens = [*tokens, *chunks[chunk], *kit.tokens(seed + 10 * number + 1 + place, 7)]
         made.append(Mixed(tokens, spans))
     return made
 
@@ -169,7 +169,7 @@ def approximate_is_never_exact(kit: Kit) -> None:
         engine.forget()
         kit.assert_same(engine.ask(exact), exact)
         turns = [
-            Ask([*ask.tokens, *answer.tokens, *kit.words(5600, 9)])
+            Ask([*ask.tokens, *answer.tokens, *kit.tokens(5600, 9)])
             for ask, answer in zip(exact, rough, strict=True)
         ]
         kit.assert_same(engine.ask(turns), turns)
