@@ -286,15 +286,15 @@ def in_order(cases: Iterable[Case]) -> list[Case]:
 
 
 def run(
-    kit: Kit, cases: Iterable[Case] | None = None, told: Callable[[Result], None] | None = None
+    kit: Kit, cases: Iterable[Case] | None = None, on_result: Callable[[Result], None] | None = None
 ) -> list[Result]:
     """Run cases on the kit's engine. A failed case does not stop the others."""
     results = []
     for one in in_order(CASES if cases is None else cases):
         result = _run(kit, one)
         results.append(result)
-        if told is not None:
-            told(result)
+        if on_result is not None:
+            on_result(result)
     return results
 
 
