@@ -129,7 +129,7 @@ class Bench:
 
 
 def crash_rounds(
-    folder: Path, rounds: int, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, rounds: int, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
     """Crash ``rounds`` times in ``folder``, alternating between one rank and two.
 
@@ -146,7 +146,7 @@ def crash_rounds(
         assert code == 0, f"the oracle ended with {code}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
-        told(f"{number + 1} of {rounds}: {outcome}")
+        progress(f"{number + 1} of {rounds}: {outcome}")
     return outcome
 
 

@@ -68,7 +68,7 @@ READY = "ready"
 
 
 def server_rounds(
-    folder: Path, rounds: int, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, rounds: int, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
     """Crash ``rounds`` times in ``folder``, as `crash_engine.crash_rounds` does."""
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def server_rounds(
     assert oracle.wait() == 0, f"the oracle failed: {oracle.said()}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
-        told(f"{number + 1} of {rounds}: {outcome}")
+        progress(f"{number + 1} of {rounds}: {outcome}")
     return outcome
 
 

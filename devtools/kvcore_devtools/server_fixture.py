@@ -27,17 +27,17 @@ from kvcore.testing.waiting import PATIENCE_S, until
 
 __all__ = [
     "RunningServer",
+    "blocking_requests",
     "follows",
-    "questions",
-    "rested",
     "serve",
     "server_process",
     "settings",
+    "wait_until_idle",
     "words",
 ]
 
 
-def questions(keeper: SessionKeeper) -> list[ServerRequest]:
+def blocking_requests(keeper: SessionKeeper) -> list[ServerRequest]:
     """Return a list that collects the blocking requests this client sends from now on.
 
     Heartbeats are left out, because nothing waits for them.
@@ -110,7 +110,7 @@ def follows(subscriber: Subscriber, server: RunningServer) -> bool:
     return server.idle and subscriber.synced and subscriber.tiers() == server.index()
 
 
-def rested(folder: Path) -> None:
+def wait_until_idle(folder: Path) -> None:
     """Wait until a server in another process is idle.
 
     Clients send on sockets of their own, so an engine that has settled may be ahead of the server.

@@ -34,7 +34,7 @@ from kvcore.harness.prompts import mixed, windows
 from kvcore.server.messages import LoadRequest
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, rested, server_process, settings
+from kvcore_devtools.server_fixture import RunningServer, server_process, settings, wait_until_idle
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 
@@ -106,7 +106,7 @@ class Pair:
         asked = [self.first.submit(prompt, ANSWER, fusion=exact) for prompt in prompts]
         self.first.run()
         self.first.settle()
-        rested(self.folder)
+        wait_until_idle(self.folder)
         return [(request.answer, sum(request.reused.values())) for request in asked]
 
 

@@ -89,7 +89,7 @@ class Outcome:
 
 
 def soak(
-    folder: Path, seconds: float, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, seconds: float, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
     """Run for about ``seconds``. Raises AssertionError on a wrong answer or a leak."""
     torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def soak(
             try:
                 for _ in range(REOPEN):
                     run.epoch(min(EPOCH_S, seconds / 3))
-                    told(f"{until - time.monotonic():.0f} s left: {run.line()}")
+                    progress(f"{until - time.monotonic():.0f} s left: {run.line()}")
                     if time.monotonic() >= until:
                         break
             finally:

@@ -25,7 +25,7 @@ from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
 from kvcore_devtools import shared_server_checks
-from kvcore_devtools.server_fixture import rested, server_process
+from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.shared_server_checks import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -86,7 +86,7 @@ def test_both_share_a_server_and_a_killed_one_changes_no_answer(
             assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
             assert [answer.token_ids for answer in answers(sglang, second)] == plain(second)
             settle_and_empty(sglang)
-            rested(tmp_path / "kv")
+            wait_until_idle(tmp_path / "kv")
             read = asked(reference, second)
             assert all(
                 count >= len(prompt) - BLOCK for count, prompt in zip(read, second, strict=True)
@@ -134,7 +134,7 @@ def test_two_ranks_load_and_blend_what_one_computed(
         assert all(count < LEAD for count in asked(reference, new)), "blends are not stored"
         again = answers(sglang, [[5, *prompt] for prompt in known], fusion=EXACT)
         settle_and_empty(sglang)
-        rested(tmp_path / "kv")
+        wait_until_idle(tmp_path / "kv")
         read = asked(reference, [[5, *prompt] for prompt in known])
         assert min(read) >= 400, "both ranks have stored their heads"
         server.kill()

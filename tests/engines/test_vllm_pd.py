@@ -25,7 +25,7 @@ from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore_devtools.disagg_proxy import prefill, split
-from kvcore_devtools.server_fixture import rested, server_process
+from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import free_port, need_client
 
 pytestmark = pytest.mark.engine
@@ -139,7 +139,7 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         assert counted(second, "kvcore_failures_total") == 0
         promises = [prefill(first, document) for document in (gone, lost)]
         assert {promise["node"] for promise in promises} == {here}, "not an engine's: its server's"
-        rested(folders[0])
+        wait_until_idle(folders[0])
         first.kill()
         [kept] = answers(second, [gone], promise=promises[0])
         assert_same_answers([kept], expected[4:5])
@@ -149,7 +149,7 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         [broken] = answers(second, [lost], promise=promises[1])
         assert_same_answers([broken], expected[5:])
         assert broken.reused_tokens == 0, "there is nobody to have it from"
-        rested(folders[1])
+        wait_until_idle(folders[1])
 
 
 def client(folder: Path) -> dict[str, Any]:
