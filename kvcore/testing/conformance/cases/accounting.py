@@ -23,7 +23,7 @@ def nothing_left_over(kit: Kit) -> None:
 
 @case("accounting")
 def metrics_add_up(kit: Kit) -> None:
-    """The metrics count as many tokens looked up as asked, and as many hit as reused."""
+    """Metrics count each token that was looked up, and each reused token as a hit."""
     asks = prompts(kit, 3100, (40, 97, 150, 201))
 
     def counted(result: str) -> float:

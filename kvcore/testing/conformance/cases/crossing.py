@@ -46,21 +46,21 @@ def ranks_of(driver: Driver) -> int:
 
 @case("crossing", pairs=True)
 def reads_what_others_wrote(kit: Kit) -> None:
-    """The engine reads from disk what others wrote, two ranks to one; reused tokens count."""
+    """The engine, with one rank, reuses from disk all that others stored with two ranks."""
     for number, partner in enumerate(kit.partners):
         through_disk(kit, partner, kit.driver, 6000 + 100 * number)
 
 
 @case("crossing", pairs=True)
 def others_read_what_it_wrote(kit: Kit) -> None:
-    """Others read from disk what the engine wrote, two ranks to one."""
+    """Other engines, with one rank, reuse from disk all that the engine stored with two."""
     for number, partner in enumerate(kit.partners):
         through_disk(kit, kit.driver, partner, 6500 + 100 * number)
 
 
 @case("crossing", pairs=True, store=True)
 def both_ways_through_a_store(kit: Kit) -> None:
-    """The same in both directions through a remote store, two ranks to one."""
+    """Both ways through a remote store, one rank reuses all that two ranks stored."""
     for number, partner in enumerate(kit.partners):
         for way, pair in enumerate([(partner, kit.driver), (kit.driver, partner)]):
             seed = 7300 + 100 * number + 50 * way
@@ -69,7 +69,7 @@ def both_ways_through_a_store(kit: Kit) -> None:
 
 @case("crossing", Capability.RANKS)
 def another_number_of_ranks(kit: Kit) -> None:
-    """One rank reads from disk what two ranks wrote, and the reverse."""
+    """One rank reads from disk what two ranks wrote, and two ranks what one wrote."""
     for wrote, reads in ((2, 1), (1, 2)):
         asks, config = prompts(kit, 6800 + wrote, (97, 150, 201)), kit.config(disk=kit.disk())
         with kit.fresh(config, ranks=wrote) as engine:

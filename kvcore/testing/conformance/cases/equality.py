@@ -44,7 +44,7 @@ def miss(kit: Kit) -> None:
 
 @case("equality")
 def host_hit(kit: Kit) -> None:
-    """A prompt that was asked before is loaded from host memory."""
+    """The KV of a prompt that was asked before is loaded from host memory."""
     asks = prompts(kit, 200)
     with kit.engine() as engine:
         kit.stored(engine, asks)
@@ -120,7 +120,7 @@ def shared_prefixes(kit: Kit) -> None:
 
 @case("equality")
 def asked_again_at_once(kit: Kit) -> None:
-    """A prompt is asked again while it is being saved: whatever is found is right."""
+    """A prompt is asked again while its KV is still being saved, and the answer is right."""
     asks = prompts(kit, 800, (250, 260, 270))
     with kit.engine() as engine:
         for ask in asks:
@@ -131,7 +131,7 @@ def asked_again_at_once(kit: Kit) -> None:
 
 @case("equality", Capability.SALT)
 def salts_kept_apart(kit: Kit) -> None:
-    """A tenant finds its own KV and no other tenant's."""
+    """A tenant reuses its own KV and no other tenant's."""
     tokens = kit.tokens(900, 100)
     with kit.engine() as engine:
         found = {}
@@ -175,7 +175,7 @@ def abort_while_loading(kit: Kit) -> None:
 
 @case("equality")
 def large_loads(kit: Kit) -> None:
-    """Loads are too large for one step: their requests wait, others run."""
+    """Loads are too large for one step, so their requests wait while others run."""
     asks = prompts(kit, 1300, (100, 180, 260))
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
@@ -186,7 +186,7 @@ def large_loads(kit: Kit) -> None:
 
 @case("equality", Capability.CHUNKED_PREFILL)
 def chunked_prefill(kit: Kit) -> None:
-    """Prompts are prefilled over many steps: every piece is stored, and a hit may end in any."""
+    """Prompts are prefilled over many steps. Every piece is stored, and a hit may end in any."""
     asks = prompts(kit, 1400, (150, 260, 333))
     with kit.engine(step_tokens=64) as engine:
         kit.assert_same(engine.ask(asks), asks)
@@ -209,7 +209,7 @@ def eviction_under_pressure(kit: Kit) -> None:
 
 @case("equality", Capability.PREEMPTION)
 def preemption(kit: Kit) -> None:
-    """Engine memory holds a fraction of what runs: requests lose their pages and start over."""
+    """Engine memory holds a fraction of the requests, so some are preempted and start over."""
     asks = [Ask(kit.tokens(1600 + i, 100), max_tokens=90) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
         kit.assert_same(engine.ask(asks), asks)

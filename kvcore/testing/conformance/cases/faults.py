@@ -45,7 +45,7 @@ def after(kit: Kit, damage: Callable[[list[Path]], None], seed: int) -> None:
 
 @case("faults")
 def corrupt_block(kit: Kit) -> None:
-    """Blocks whose bytes changed on disk are computed again."""
+    """Blocks whose bytes changed on disk are detected and computed again."""
 
     def rot(files: list[Path]) -> None:
         picks = random.Random(5)
@@ -146,13 +146,13 @@ def a_read_that_fails(kit: Kit) -> None:
 
 @case("faults")
 def a_tier_that_is_down(kit: Kit) -> None:
-    """The engine does without a tier that fails reads and writes."""
+    """The engine works without a tier that fails reads and writes."""
     troubles(kit, DOWN, 4400)
 
 
 @case("faults")
 def a_tier_brings_back(kit: Kit) -> None:
-    """The same tier, without faults, brings back blocks that host memory evicted."""
+    """The same tier, without faults, returns blocks that host memory has evicted."""
     asks = prompts(kit, 4500, (150, 170, 190, 210))
     with troubled(kit, asks) as (engine, _):
         got = engine.ask(asks[:1])

@@ -177,7 +177,7 @@ def approximate_is_never_exact(kit: Kit) -> None:
 
 @case("fusion", Capability.FUSION, Capability.RANKS)
 def two_ranks_blend(kit: Kit) -> None:
-    """Ranks with different heads choose the same rows."""
+    """Ranks with different heads select the same rows to recompute."""
     chunks = chunks_of(kit, 5700)
     asked = mixed(kit, chunks, 5800)
     with kit.engine(kit.config(fusion=FUSED), ranks=2) as engine:
