@@ -46,7 +46,7 @@ __all__ = [
 COLD, OWN = "cold", "own cache"
 MISS, HIT, RESTARTED = "kvcore miss", "kvcore hit", "kvcore restarted"
 SETTLE_S = 600.0
-WARM_UP = "The engine is asked this first, so that what happens once has happened."
+WARM_UP = "This prompt comes first, so that one-time work is done before the measurement."
 MAX_LINE = 64 << 20
 _WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
@@ -96,10 +96,10 @@ def _prompt(file: Path, number: int, line: str) -> str:
     if file.suffix != ".jsonl":
         return line.strip()
     try:
-        told = json.loads(line)
+        decoded = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}, line {number}: is not JSON: {error}") from error
-    prompt = told.get("prompt") if isinstance(told, dict) else None
+    prompt = decoded.get("prompt") if isinstance(decoded, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f'{file}, line {number}: supported is {{"prompt": "some text"}}')
     return prompt

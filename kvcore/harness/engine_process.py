@@ -174,8 +174,8 @@ class EngineProcess:
     def _start(
         self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> Future[Any]:
-        told = None if kvcore is None else dict(kvcore)
-        return self._send("start", model=str(model), kvcore=told, **engine_args)
+        settings = None if kvcore is None else dict(kvcore)
+        return self._send("start", model=str(model), kvcore=settings, **engine_args)
 
     def __enter__(self) -> EngineProcess:
         self.wait_ready()

@@ -135,14 +135,14 @@ def as_table(trace: Path, outcomes: Sequence[Outcome]) -> Table:
     for name in ("host hits", "disk hits", "TTFT p50", "p90", "p99", "prefill saved"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
-        told = row(outcome)
-        rate, first = told["hit_rate"], told["ttft_s"]
+        shown = row(outcome)
+        rate, first = shown["hit_rate"], shown["ttft_s"]
         share = outcome.saved / outcome.prefill_alone if outcome.prefill_alone else 0.0
         table.add_row(
-            format_size(told["host_bytes"], exact=False),
-            format_size(told["disk_bytes"], exact=False),
-            told["policy"],
-            told["plan"],
+            format_size(shown["host_bytes"], exact=False),
+            format_size(shown["disk_bytes"], exact=False),
+            shown["policy"],
+            shown["plan"],
             *(f"{rate.get(tier, 0.0):.1%}" for tier in ("host", "disk")),
             *(f"{first[name]:.3g} s" for name, _ in _QUANTILES),
             f"{outcome.saved:,.0f} s ({share:.0%})",
@@ -166,14 +166,14 @@ def draw(path: Path, trace: Path, outcomes: Sequence[Outcome]) -> None:
     FigureCanvasAgg(figure)
     hits, first = figure.subplots(1, 2)
     lines: dict[str, list[dict[str, Any]]] = {}
-    for told in map(row, outcomes):
-        name = f"{told['policy']}, {told['plan']}, disk {format_size(told['disk_bytes'])}"
-        lines.setdefault(name, []).append(told)
+    for shown in map(row, outcomes):
+        name = f"{shown['policy']}, {shown['plan']}, disk {format_size(shown['disk_bytes'])}"
+        lines.setdefault(name, []).append(shown)
     for name, rows in lines.items():
-        rows.sort(key=lambda told: told["host_bytes"])
-        sizes = [told["host_bytes"] / 2**30 for told in rows]
-        hits.plot(sizes, [sum(told["hit_rate"].values()) for told in rows], "o-", label=name)
-        first.plot(sizes, [told["ttft_s"]["p50"] for told in rows], "o-", label=name)
+        rows.sort(key=lambda shown: shown["host_bytes"])
+        sizes = [shown["host_bytes"] / 2**30 for shown in rows]
+        hits.plot(sizes, [sum(shown["hit_rate"].values()) for shown in rows], "o-", label=name)
+        first.plot(sizes, [shown["ttft_s"]["p50"] for shown in rows], "o-", label=name)
     hits.set(xlabel="host memory, GiB", ylabel="share of tokens loaded", ylim=(0, 1))
     first.set(xlabel="host memory, GiB", ylabel="seconds to the first token, median")
     first.set_ylim(bottom=0)

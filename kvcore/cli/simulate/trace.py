@@ -59,34 +59,37 @@ def read_trace(
                     return
                 where = f"{path.name}, line {number}"
                 try:
-                    told = decode(line)
+                    decoded = decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise FormatError(f"{where}: not a valid request: {error}") from error
-                _check(told, before, block_tokens, where)
-                before, count = told.timestamp, count + 1
-                whole = told.hash_ids[: told.input_length // block_tokens]
+                _check(decoded, before, block_tokens, where)
+                before, count = decoded.timestamp, count + 1
+                whole = decoded.hash_ids[: decoded.input_length // block_tokens]
                 yield TraceRequest(
-                    told.timestamp / 1e3, told.input_length, told.output_length, _keys(whole)
+                    decoded.timestamp / 1e3,
+                    decoded.input_length,
+                    decoded.output_length,
+                    _keys(whole),
                 )
     except OSError as error:
         raise ConfigError(f"cannot read the trace: {error}; give a file of JSON lines") from error
 
 
-def _check(told: _Line, before: float, block_tokens: int, where: str) -> None:
-    if told.input_length < 1 or told.output_length < 0:
+def _check(read: _Line, before: float, block_tokens: int, where: str) -> None:
+    if read.input_length < 1 or read.output_length < 0:
         raise FormatError(
-            f"{where}: input_length {told.input_length}, output_length {told.output_length}; the "
+            f"{where}: input_length {read.input_length}, output_length {read.output_length}; the "
             "first must be above 0, the second not negative"
         )
-    if not before <= told.timestamp < 1e15:
+    if not before <= read.timestamp < 1e15:
         raise FormatError(
-            f"{where}: timestamp {told.timestamp} after {before}; sort the trace by timestamp, in "
+            f"{where}: timestamp {read.timestamp} after {before}; sort the trace by timestamp, in "
             "milliseconds"
         )
-    blocks = -(-told.input_length // block_tokens)
-    if not told.input_length // block_tokens <= len(told.hash_ids) <= blocks:
+    blocks = -(-read.input_length // block_tokens)
+    if not read.input_length // block_tokens <= len(read.hash_ids) <= blocks:
         raise FormatError(
-            f"{where}: {len(told.hash_ids)} hash_ids for {told.input_length} tokens; with blocks "
+            f"{where}: {len(read.hash_ids)} hash_ids for {read.input_length} tokens; with blocks "
             f"of {block_tokens} there must be {blocks}; give the block size of the trace"
         )
 

@@ -33,7 +33,7 @@ _ONE_BY_ONE = tuple(set(Fault) - {Fault.REORDER})
 
 def _os_error(strike: Strike) -> OSError:
     code = _SAID[strike.fault]
-    return OSError(code, f"{os.strerror(code)}, as told")
+    return OSError(code, f"{os.strerror(code)} (an injected fault)")
 
 
 # -- tiers and stores -----------------------------------------------------------------------
