@@ -1,10 +1,10 @@
 """Engines in child processes, for the kit. An adapter adds only its settings and arguments.
 
 class MyDriver(ProcessDriver):
-    name, title, small = "mine", "My engine", {"dtype": "float32"}
+    name, title, engine_args = "mine", "My engine", {"dtype": "float32"}
 
     def settings(self, kvcore): ...    kvcore's settings, with what this engine needs
-    def arguments(self, setup): ...    the engine's own arguments, added to ``small``
+    def arguments(self, setup): ...    the engine's own arguments, added to ``engine_args``
 
 This process does not import the engine: the child does, and may run in another environment.
 """
@@ -32,15 +32,16 @@ __all__ = ["ProcessDriver", "ProcessEngine"]
 class ProcessDriver(Driver):
     """A driver of engines that run in a child process, started with `EngineProcess`.
 
-    ``title`` is the engine's name as its makers write it. ``small`` has its arguments for a small
-    model on a CPU, and ``space`` the environment variables it needs there. If ``restarts`` is true,
-    the next engine starts in the child of the last one, which has imported all modules.
+    ``title`` is the engine's name as its makers write it. ``engine_args`` has its arguments for a
+    small model on a CPU, and ``environment`` the environment variables that it needs there. If
+    ``restarts`` is true, the next engine starts in the child of the last one, which has imported
+    all modules.
     """
 
     title: ClassVar[str]
     restarts: ClassVar[bool] = False
-    small: ClassVar[Mapping[str, Any]]
-    space: ClassVar[Mapping[str, str]] = {}
+    engine_args: ClassVar[Mapping[str, Any]]
+    environment: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self) -> None:
         self._python: Path | None = None
@@ -63,7 +64,7 @@ class ProcessDriver(Driver):
 
     def start(self, setup: Setup) -> Engine:
         kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
-        args = {**self.small, "dtype": setup.dtype, **self.arguments(setup)}
+        args = {**self.engine_args, "dtype": setup.dtype, **self.arguments(setup)}
         forked = args.pop("forked", False)
         process = self._kept.pop(setup.path, None)
         if process is None:
@@ -72,7 +73,7 @@ class ProcessDriver(Driver):
                 engine=self.name,
                 kvcore=kvcore,
                 python=self._python,
-                env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                env={**self.environment, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
                 forked=forked,
                 **args,
             )

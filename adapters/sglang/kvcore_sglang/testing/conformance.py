@@ -29,8 +29,8 @@ class SglangDriver(ProcessDriver):
         Capability.LORA,
         Capability.STAGES,
     }
-    small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
-    space: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+    engine_args: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
+    environment: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
     """Requests are let in as if answers had one token: otherwise as many as will fit for certain,
     and none is ever retracted."""
 

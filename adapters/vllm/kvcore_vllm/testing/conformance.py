@@ -25,8 +25,8 @@ class VllmDriver(ProcessDriver):
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
-    small: ClassVar[Mapping[str, Any]] = SMALL
-    space: ClassVar[Mapping[str, str]] = SPACE
+    engine_args: ClassVar[Mapping[str, Any]] = SMALL
+    environment: ClassVar[Mapping[str, str]] = SPACE
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
         return {**kvcore, "vllm": {"min_load_tokens": 1}}
