@@ -49,23 +49,23 @@ _MODULE = "kvcore_planted_faults"
 
 def follow(folder: Path) -> None:
     """Inject faults into all that kvcore makes in this process and its forks. Call exactly once."""
-    teller = _Teller(folder, Faults(follow=folder / "rules"))
-    faults = teller.faults
+    reporter = _Reporter(folder, Faults(follow=folder / "rules"))
+    faults = reporter.faults
 
     def manager(made: KVManager) -> None:
         staging = len(made.flights.staging)
-        teller.tells(lambda: leader_holds(made, staging))
+        reporter.add(lambda: leader_holds(made, staging))
 
     def worker(made: KVWorker) -> None:
         into_worker(made, faults)
         into_reports(made, faults)
-        teller.tells(
+        reporter.add(
             lambda: {"ops": made.engine.in_flight, "blends' staging": len(made._elsewhere)}
         )
 
     def outbox(made: Outbox) -> None:
         into_outbox(made, faults)
-        teller.tells(lambda: {"partial reports": len(made._quorum)})
+        reporter.add(lambda: {"partial reports": len(made._quorum)})
 
     def tier(made: StoreTier) -> None:
         made.store = FaultyStore(made.store, faults)
@@ -96,7 +96,7 @@ def _hasten(made: Breaker) -> None:
     made._first_pause = made._pause = made._max_pause = REST_S
 
 
-class _Teller:
+class _Reporter:
     """Reports the state of this process on request, from a thread of its own.
 
     The thread starts with the first part to report. A fork starts its own, because it inherits
@@ -109,25 +109,25 @@ class _Teller:
         self._parts: list[Callable[[], dict[str, int]]] = []
         self._process = 0
 
-    def tells(self, part: Callable[[], dict[str, int]]) -> None:
+    def add(self, part: Callable[[], dict[str, int]]) -> None:
         """Add a function that counts what a part of kvcore holds, by name."""
         if self._process == os.getpid():
             self._parts.append(part)
             return
         self._process, self._parts = os.getpid(), [part]
-        self._tell(-1)  # `FaultControl.state` waits only for processes that have a state file
-        threading.Thread(target=self._serve, name="faults-teller", daemon=True).start()
+        self._report(-1)  # `FaultControl.state` waits only for processes that have a state file
+        threading.Thread(target=self._serve, name="faults-reporter", daemon=True).start()
 
     def _serve(self) -> None:
-        told = -1
+        answered = -1
         while True:
             time.sleep(_LOOK_S)
             asked = _read_number(self._folder / "asked")
-            if asked != told:
-                told = asked
-                self._tell(asked)
+            if asked != answered:
+                answered = asked
+                self._report(asked)
 
-    def _tell(self, asked: int) -> None:
+    def _report(self, asked: int) -> None:
         held: Counter[str] = Counter()
         for part in list(self._parts):
             held.update(part())
