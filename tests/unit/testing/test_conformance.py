@@ -98,7 +98,7 @@ def test_an_engine_without_a_driver() -> None:
 def test_an_interpreter_is_for_an_engine_that_starts_processes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine reference runs in this process"):
         find_driver("reference", tmp_path)
-    with pytest.raises(ConfigError, match="no interpreter"):
+    with pytest.raises(ConfigError, match="it is not executable"):
         find_driver("sglang", tmp_path / "python")
     assert conformance.interpreters(["a=b/c", "d=/e=f"]) == {
         "a": Path("b/c").absolute(),
