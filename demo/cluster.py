@@ -31,7 +31,7 @@ from rich.table import Table
 from demo.conversations import Conversations
 from kvcore._util.optional import client_module
 from kvcore.errors import KVCoreError, TransferError, UnsupportedError
-from kvcore.harness.compare import counted, remembering, sized
+from kvcore.harness.compare import counted, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2
 from kvcore_devtools.hosts import Host, Network
@@ -97,11 +97,11 @@ class Setting:
         network = {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"} if host else {}
         return EngineProcess(
             self.model,
-            kvcore=remembering("vllm", kvcore),
+            kvcore=keep_on_reset("vllm", kvcore),
             within=host.command if host else (),
             env=network,
             log=self.results / f"cluster-{name}.log",
-            **sized(
+            **engine_arguments(
                 "vllm",
                 dtype=self.dtype,
                 request_tokens=self.longest,

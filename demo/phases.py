@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.conversations import Conversations, Turn
-from kvcore.harness.compare import remembering, sized
+from kvcore.harness.compare import engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 
 COLD, OWN, FIRST, HOST, DISK, FILL, PRESSURE = (
@@ -79,7 +79,7 @@ class Settings:
     @property
     def engine_args(self) -> dict[str, Any]:
         """Arguments of the engine, whose own cache holds two conversations only."""
-        return sized(
+        return engine_arguments(
             self.engine,
             dtype=self.dtype,
             request_tokens=self.max_model_len,
@@ -197,7 +197,7 @@ class Demo:
         engine = EngineProcess(
             self.settings.model,
             engine=self.settings.engine,
-            kvcore=None if kvcore is None else remembering(self.settings.engine, kvcore),
+            kvcore=None if kvcore is None else keep_on_reset(self.settings.engine, kvcore),
             log=self.settings.results / f"engine-{name}.log",
             **self.settings.engine_args,
         )

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from kvcore.errors import KVCoreError
-from kvcore.harness.compare import ENGINES, remembering, sized
+from kvcore.harness.compare import ENGINES, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2
 
@@ -158,7 +158,7 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
     longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
-    args = sized(
+    args = engine_arguments(
         options.engine,
         dtype="auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
         request_tokens=longest,
@@ -205,7 +205,7 @@ def _blended(
     bar: Bar,
 ) -> Iterator[Answer]:
     """Answer every prompt in every way, with an engine that has seen only the pages."""
-    config = remembering(
+    config = keep_on_reset(
         options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
     )
     log = options.results / "engine-rag.log"

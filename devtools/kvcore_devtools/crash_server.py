@@ -1,17 +1,17 @@
-"""Crash rounds behind a server: kill -9 of the server, or of an engine that is its client.
+"""Crash rounds with a server: SIGKILL to the server, or to an engine that is its client.
 
     python -m kvcore_devtools.crash --server --rounds 200 --seed 7
 
     server   over a disk tier ◀──── engine A     one of the two is killed, from inside at a seeded
                                                  point of a seam, or from outside
-             still there      ◀──── engine B     where A was killed: what A left behind
+             if it lives      ◀──── engine B     reads what A left behind
              killed now
-    restart  over the same disk ◀── engine C     every block, every published key, answers
+    restart  over the same disk ◀── engine C     checks every block, published key and answer
 
-An engine is its leader and its workers in one process, with one rank and with two by turns; every
-answer must be that of an engine without kvcore, while the server dies too. Blocks that A was saving
-when it was killed must not be found by B: the next ones in their slots are not theirs. What is left
-of the disk is looked at as in `crash_engine`, by a server that opens it again.
+An engine is its leader and its workers in one process; rounds alternate between one rank and two.
+Every answer must equal that of an engine without kvcore, even while the server dies. B must not
+find blocks that A was saving when it was killed, because other blocks take their slots. A server
+that opens the disk again checks it as `crash_engine` does.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ SEAMS = {
     "engine": (Seam.SAVE, Seam.SAVE, Seam.LOAD, Seam.REPORT, Seam.SUBMIT),
 }
 DEADLINE_S = 5.0
-"""What an engine waits for a server that was killed, once."""
+"""Seconds that an engine waits for a killed server, once."""
 PATIENT_S = 30.0
 READY = "ready"
 
 
 def server_rounds(
-    folder: Path, rounds: int, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, rounds: int, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
     """Crash ``rounds`` times in ``folder``, as `crash_engine.crash_rounds` does."""
     torch.set_num_threads(1)
@@ -79,7 +79,7 @@ def server_rounds(
     assert oracle.wait() == 0, f"the oracle failed: {oracle.said()}"
     for number in range(rounds):
         _round(benches[number % 2], f"{seed}.{number}", outcome)
-        told(f"{number + 1} of {rounds}: {outcome}")
+        progress(f"{number + 1} of {rounds}: {outcome}")
     return outcome
 
 
@@ -122,7 +122,7 @@ def _round(bench: Bench, seed: str, outcome: Outcome) -> None:
 
 
 class _Child:
-    """A forked process; what it says goes to a file, so that nobody waits for its reader."""
+    """A forked process. What it reports goes to a file, so that it never blocks on a reader."""
 
     _count = 0
 
@@ -137,11 +137,11 @@ class _Child:
         os.close(writer)
 
     def ready(self) -> None:
-        """Block until it has said something, or ended."""
+        """Block until it has reported something, or ended."""
         until(lambda: self.ended or self.said(), seconds=10 * PATIENT_S)
 
     def said(self) -> list[str]:
-        """Whole lines."""
+        """Return the complete lines that it has reported."""
         return self._file.read_text().split("\n")[:-1]
 
     @property
@@ -152,29 +152,29 @@ class _Child:
         return self._code is not None
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait for its end and return the exit code."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._id, 0)[1])
         return self._code
 
     def kill(self) -> None:
-        """kill -9, where it is there still."""
+        """Kill it with SIGKILL, if it still runs."""
         if not self.ended:
             os.kill(self._id, signal.SIGKILL)
             self.wait()
 
 
-# -- what they do -----------------------------------------------------------------------------
+# -- code of the child processes --------------------------------------------------------------
 
 
 def _settings(bench: Bench, deadline_s: float) -> Config:
-    """Of the server and its clients alike."""
+    """Return the config of the server and its clients."""
     shared = {"address": "local", "folder": str(bench.folder / "in")}
     return bench.config(server={**shared, "deadline_s": deadline_s, "lease_s": PATIENT_S})
 
 
 class _Watched(Server):
-    """A server that says what its disk tier holds, with faults in its worker."""
+    """A server that reports what its disk tier holds, and has faults in its worker."""
 
     def __init__(self, config: Config, faults: Faults, say: Say) -> None:
         super().__init__(config)
@@ -203,7 +203,7 @@ class _Watched(Server):
 
 
 def _serve(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
-    """Serve until somebody kills this process."""
+    """Serve until this process is killed."""
     faults = Faults(seed=random.Random(seed).getrandbits(32))
     server = _Watched(_settings(bench, DEADLINE_S), faults, say)
     server.open()
@@ -213,7 +213,7 @@ def _serve(bench: Bench, seed: str, rules: Sequence[Rule], say: Say) -> None:
 
 
 def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], prompts: int, say: Say) -> None:
-    """Ask prompts of the pool, until something kills the process; every answer must be right."""
+    """Ask prompts of the pool until this process is killed. Every answer must be right."""
     picks = random.Random(seed)
     faults = Faults(seed=picks.getrandbits(32))
     right = np.load(bench.oracle)["answers"].tolist()
@@ -225,7 +225,7 @@ def _traffic(bench: Bench, seed: str, rules: Sequence[Rule], prompts: int, say: 
 
 
 def _ask(engine: ReferenceEngine, numbers: Sequence[int], right: Sequence[Any]) -> int:
-    """Ask prompts one after another; tokens that were reused."""
+    """Ask prompts one after another, and return the number of reused tokens."""
     prompts, reused = pool(), 0
     for number in numbers:
         request = engine.submit(prompts[number], ANSWER)
@@ -239,7 +239,7 @@ def _ask(engine: ReferenceEngine, numbers: Sequence[int], right: Sequence[Any]) 
 
 
 def _look(bench: Bench, seed: str, published: set[str], say: Say) -> None:
-    """Open the disk with a server, and ask it through an engine; says "blocks read, tokens"."""
+    """Open the disk with a server, and read it through an engine. Reports "blocks read, tokens"."""
     known = np.load(bench.oracle)
     places = {key.tobytes(): i for i, key in enumerate(known["keys"])}
     config = _settings(bench, PATIENT_S)

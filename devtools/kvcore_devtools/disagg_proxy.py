@@ -1,4 +1,4 @@
-"""A prompt computed by one engine and answered by another: the least a proxy between them does."""
+"""Disaggregated prefill: one engine computes a prompt, and another one answers it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["prefill", "split"]
 
 
 def prefill(engine: EngineProcess, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
-    """Have a prompt computed; what the engine promises to whoever answers it."""
+    """Compute a prompt, and return what the engine promises to the engine that answers it."""
     [made] = engine.generate([prompt], max_tokens=1, **options)
     promise = made.kvcore.get("promise")
     assert isinstance(promise, dict), f"no promise: is it a prefill instance? {made.kvcore}"
@@ -25,8 +25,10 @@ def split(
     max_tokens: int,
     **options: Any,
 ) -> list[Generation]:
-    """Each prompt computed by ``first`` and, as soon as that has said so, answered by ``second``.
-    Saves of ``first`` may be under way still; several prompts are."""
+    """Prefill each prompt on ``first``, and answer it on ``second`` as soon as that has ended.
+
+    Saves of ``first`` may still be in flight then. All prompts are submitted at once.
+    """
     futures = [
         second.submit(prompt, max_tokens, promise=prefill(first, prompt, **options), **options)
         for prompt in prompts

@@ -1,12 +1,12 @@
-"""Worlds to try fusion in: tiny random models, chunks of theirs, and twins to compare with.
+"""Test worlds for fusion: tiny random models, chunks, and twins to compare with.
 
     plan = world.plan()
     blended = world.blend(plan, 0.15)
     cache, out = twin(world, plan, blended.computed)      # Hugging Face's own forward
 
-The twin of a blend is a full forward of Hugging Face's model whose cache hands back, at every
-layer, the chunks' KV for all rows but those recomputed there: the other rows' hidden states are
-computed too, and reach nothing.
+The twin of a blend is a full forward of Hugging Face's model. At every layer, its cache returns the
+chunks' KV for all rows except those that the blend recomputed there. The hidden states of the other
+rows are computed too, but nothing reads them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "words",
 ]
 
-hf: Any = transformers  # its stubs do not know every class
+hf: Any = transformers  # its type stubs lack some classes
 
 LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY, THETA = 5, 4, 2, 16, 101, 50_000.0
 ARCHITECTURES = {
@@ -56,7 +56,10 @@ ARCHITECTURES = {
 
 
 class Rotation:
-    """RoPE with halves paired, on its own: what a shift is, in complex numbers, and gone wrong."""
+    """RoPE with halves paired, written independently with complex numbers, and its mistakes.
+
+    The arguments from ``sign`` on plant mistakes.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class Rotation:
 
 
 def make_model(kind: str, **settings: Any) -> Any:
-    """A random model whose output depends on the whole prompt."""
+    """Make a random model whose output depends on the whole prompt."""
     config = getattr(hf, ARCHITECTURES[kind])(
         vocab_size=VOCABULARY,
         hidden_size=HEADS * DIM,
@@ -105,7 +108,7 @@ def make_model(kind: str, **settings: Any) -> Any:
     _spread(model, torch.Generator().manual_seed(7))
     with (
         torch.no_grad()
-    ):  # half of what `_spread` gives: rounding must not grow from layer to layer
+    ):  # half of the spread of `_spread`, so that rounding errors do not grow from layer to layer
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed_tokens" not in name:
                 weight.mul_(0.5)
@@ -119,9 +122,9 @@ def words(count: int, seed: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class World:
-    """A model, some chunks, and the classes that blend them (or what is planted in their place).
+    """A model, some chunks, and the classes that blend them, which a test may replace.
 
-    ``words(count, seed)`` gives the same tokens for the same arguments; ``theta`` is the model's.
+    ``words(count, seed)`` returns equal tokens for equal arguments. ``theta`` is the model's.
     """
 
     decoder: Decoder
@@ -132,23 +135,23 @@ class World:
 
     @property
     def sound_ropes(self) -> list[Shift]:
-        """One for each layer."""
+        """Return the correct RoPE of each layer."""
         return [Rotation(self.theta)] * self.decoder.layers
 
     @property
     def ropes(self) -> list[Shift]:
-        """The sound ones, or ``rope`` in the place of each."""
+        """Return the correct RoPE of each layer, or ``rope`` in place of each."""
         return [self.rope] * self.decoder.layers if self.rope else self.sound_ropes
 
     def chunk(self, seed: int, count: int = 20, behind: Sequence[int] = ()) -> ChunkKV:
-        """A chunk computed by the sound decoder: mistakes are planted in the blend."""
+        """Compute a chunk with the correct decoder. Mistakes are planted in the blend only."""
         return precompute(Decoder(self.decoder.model), self.words(count, seed), behind)
 
     def prefix(self) -> ChunkKV:
         return self.chunk(9, 6)
 
     def plan(self, order: Sequence[int] = (0, 1, 2)) -> PromptPlan:
-        """Prefix, chunk, fresh, chunk, chunk, question: 6 + 60 + 3 + 5 tokens."""
+        """Return a plan: prefix, chunk, fresh, chunk, chunk, question; 6 + 60 + 3 + 5 tokens."""
         first, second, third = (Cached(self.chunk(seed)) for seed in order)
         gap, question = Fresh(self.words(3, 20)), Fresh(self.words(5, 21))
         return PromptPlan([Prefix(self.prefix()), first, gap, second, third, question])
@@ -161,9 +164,9 @@ class World:
 
 
 def full(world: World, plan: PromptPlan) -> tuple[list[LayerKV], Tensor]:
-    """Hugging Face's own prefill: KV of every layer [tokens, kv_heads, dim], logits of all rows."""
+    """Run Hugging Face's prefill: each layer's KV [tokens, kv_heads, dim], and all logits."""
     with torch.inference_mode():
-        cache = hf.DynamicCache()  # one made by the model would keep a window only
+        cache = hf.DynamicCache()  # the model's own cache would keep a window only
         out = world.decoder.model(plan.tokens[None], past_key_values=cache, use_cache=True)
     kv = [
         LayerKV(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
@@ -173,7 +176,7 @@ def full(world: World, plan: PromptPlan) -> tuple[list[LayerKV], Tensor]:
 
 
 class MergingCache(hf.DynamicCache):  # type: ignore[misc]  # untyped base
-    """Hands attention the chunks' KV for every row but the ones computed at that layer."""
+    """A cache that returns the chunks' KV for every row except those computed at that layer."""
 
     def __init__(self, placed: Sequence[LayerKV], computed: Sequence[Tensor]) -> None:
         super().__init__()
@@ -190,7 +193,7 @@ class MergingCache(hf.DynamicCache):  # type: ignore[misc]  # untyped base
 
 
 def twin(world: World, plan: PromptPlan, computed: Sequence[Tensor]) -> tuple[MergingCache, Any]:
-    """The same rows recomputed by Hugging Face's forward over everything."""
+    """Recompute the same rows with Hugging Face's forward over the whole prompt."""
     placed = Blender(Decoder(world.decoder.model), plan, world.sound_ropes).placed
     cache = MergingCache(placed, computed)
     with torch.inference_mode():
@@ -201,7 +204,7 @@ def twin(world: World, plan: PromptPlan, computed: Sequence[Tensor]) -> tuple[Me
 
 
 class ReferenceLayers(DecoderLayers):
-    """The reference's decoder as an engine's layers, for the fast blend."""
+    """The layers of the reference decoder as engine layers, for the fast blend."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
@@ -221,7 +224,7 @@ class ReferenceLayers(DecoderLayers):
 
 
 class ReferencePlaced(Placed):
-    """The reference's placed cache; ``written`` is what a blend made of it, by layer."""
+    """The placed cache of the reference. ``written`` has what a blend wrote to it, by layer."""
 
     def __init__(self, blender: Blender) -> None:
         self.blender = blender
@@ -236,7 +239,7 @@ class ReferencePlaced(Placed):
 
 
 def job_of(plan: PromptPlan) -> BlendJob:
-    """A plan as the fast blend takes it: the last segment is left to the engine."""
+    """Return a plan as the job of a fast blend. The engine computes the last segment."""
     exact = len(plan.segments[0].tokens) if isinstance(plan.segments[0], Prefix) else 0
     chunks = plan.rows(Cached)
     stop = len(plan) - len(plan.question)
@@ -244,13 +247,13 @@ def job_of(plan: PromptPlan) -> BlendJob:
 
 
 def close(got: Tensor, expected: Tensor, bar: float) -> None:
-    """AssertionError unless no element is off by more than ``bar``; NaN is."""
+    """Assert that no element differs by more than ``bar``, and that none is NaN."""
     assert got.shape == expected.shape
     worst = float((got - expected).abs().max()) if got.numel() else 0.0
     assert worst <= bar, f"off by {worst:.2e}, allowed {bar:.0e}"
 
 
 def divergence(got: Tensor, expected: Tensor) -> float:
-    """KL of next-token distributions, from ``expected``, in nats."""
+    """Return the KL divergence of next-token distributions from ``expected``, in nats."""
     p, q = expected.double().log_softmax(-1), got.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())

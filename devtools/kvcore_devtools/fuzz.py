@@ -1,12 +1,12 @@
-"""The parsers of kvcore that read what others wrote, and a driver that looks for what breaks them.
+"""The parsers of kvcore that read foreign input, and a fuzzer for them.
 
     python -m kvcore_devtools.fuzz --seconds 60                 each parser in turn
     python -m kvcore_devtools.fuzz --seconds 600 --target graph
 
-Whatever bytes come in, a parser gives a value or raises one of kvcore's own errors. `TARGETS` is
-the one list of them; messages between the ranks of one engine are not among them. Here libFuzzer
-drives it through atheris, guided by coverage, one process for each parser; in
-`tests/unit/devtools/test_fuzz.py` hypothesis does, in CI. Needs the package atheris.
+Whatever the bytes, a parser returns a value or raises one of kvcore's own errors. `TARGETS` is the
+only list of the parsers. It leaves out messages between the ranks of one engine. This module runs
+libFuzzer through atheris, guided by coverage, with one process per parser; it needs the package
+atheris. In CI, `tests/unit/devtools/test_fuzz.py` runs the same parsers with hypothesis.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ __all__ = ["TARGETS", "Target", "fuzz", "main", "named", "need_atheris", "seeds"
 
 MAX_INPUT = 4096
 HANG_S = 60
-"""An input that takes longer has hung, also on a machine that does much else."""
+"""Seconds after which an input counts as a hang, even on a busy machine."""
 _BLIND = "no interesting inputs were found"
-"""libFuzzer's words for a target whose coverage it does not see."""
+"""What libFuzzer prints for a target whose coverage it cannot see."""
 MEMORY_MB = 4096
-"""Of the process: an input that needs more has claimed what is not there."""
+"""Memory limit of the process in MiB. An input that needs more declares a false size."""
 
 
 class Target(NamedTuple):
-    """A parser: ``read`` is given bytes and an empty folder for files. ``seeds`` are inputs that it
-    takes, from which a driver sets out."""
+    """A parser. ``read`` takes bytes and an empty folder for files. ``seeds`` are valid inputs."""
 
     name: str
     read: Callable[[bytes, Path], object]
@@ -48,18 +47,18 @@ class Target(NamedTuple):
 
 
 def try_input(one: Target, data: bytes, folder: Path) -> None:
-    """Raises what the parser must not raise; kvcore's own errors are as good as a value."""
+    """Parse ``data``. Raises what the parser must not raise, but no error of kvcore."""
     with contextlib.suppress(KVCoreError):
         one.read(data, folder)
 
 
 def _text(data: bytes) -> str:
-    """Any text that a JSON string can be, halves of surrogate pairs among it."""
+    """Decode bytes as any text that a JSON string can hold, including lone surrogates."""
     return data.decode("utf-8", "surrogateescape")
 
 
 def _json(data: bytes) -> Any:
-    """Nothing where it is no JSON: who reads it has that checked before."""
+    """Decode JSON. Return None if it is invalid, because the callers check that before."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -183,7 +182,7 @@ def _metrics(data: bytes, _: Path) -> None:
     parse(data.decode("utf-8", "replace"), 1.0)
 
 
-# -- from a person or a client --------------------------------------------------------------------
+# -- from users and clients -----------------------------------------------------------------------
 
 
 def _settings(suffix: str, data: bytes, folder: Path) -> None:
@@ -232,7 +231,7 @@ def _tenant(data: bytes, _: Path) -> None:
 
 
 def _salt(data: bytes, _: Path) -> None:
-    """TensorRT-LLM's requests ask for fusion in their salt."""
+    """Parse a salt of TensorRT-LLM, whose requests carry their fusion options there."""
     importlib.import_module("kvcore_trtllm.salt").read_salt("kvcore:" + _text(data), 1000)
 
 
@@ -255,7 +254,7 @@ _MEMBER = b'{"kind": "leader", "name": "a", "address": "tcp://a:1", "details": {
 
 
 def _sealed() -> dict[str, list[bytes]]:
-    """Inputs that have to be made: whole ones, whose seals are right."""
+    """Return inputs that must be generated: complete ones with valid checksums."""
     import msgspec
 
     from kvcore.fusion import _segment_file
@@ -304,40 +303,42 @@ TARGETS = (
     Target("tenant", _tenant, (b"tenant", b"\xff\xfe")),
     Target("salt", _salt, (b'{"once": "1", "fusion": {"ratio": 0.3}, "salt": "a"}',)),
 )
-"""The parsers, by what they read."""
+"""All parsers."""
 
 
 def seeds(one: Target) -> list[bytes]:
-    """Inputs that a parser takes."""
+    """Return valid inputs of a parser."""
     return [*one.seeds, *_sealed().get(one.name, [])]
 
 
 def named(name: str) -> Target:
-    """The parser of that name. Raises ConfigError where there is none."""
+    """Return the parser with this name. Raises ConfigError if there is none."""
     for each in TARGETS:
         if each.name == name:
             return each
-    raise ConfigError(f"no parser {name!r}; there are {', '.join(t.name for t in TARGETS)}")
+    raise ConfigError(
+        f"given the parser {name!r}; give one of {', '.join(t.name for t in TARGETS)}"
+    )
 
 
 # -- atheris --------------------------------------------------------------------------------------
 
 
 def need_atheris() -> Any:
-    """The package. Raises UnsupportedError, saying what else there is, where it is missing."""
+    """Return the package atheris. Raises UnsupportedError if it is missing."""
     try:
         return importlib.import_module("atheris")
     except ImportError as error:
         raise UnsupportedError(
-            f"{error}: fuzzing guided by coverage needs `pip install atheris`; without it "
-            "`pytest tests/unit/devtools/test_fuzz.py` tries the same parsers"
+            f"{error}: coverage-guided fuzzing needs atheris; `pip install atheris`, or run the "
+            "same parsers with `pytest tests/unit/devtools/test_fuzz.py`"
         ) from error
 
 
 def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
-    """Try inputs for so many seconds; one that breaks the parser is kept in ``artifacts``.
+    """Try inputs for ``seconds``, and keep one that breaks the parser in ``artifacts``.
 
-    Never returns: libFuzzer ends the process, with 0 where nothing was found. Raises
+    Does not return: libFuzzer ends the process, with exit code 0 if it found nothing. Raises
     UnsupportedError without atheris.
     """
     atheris = need_atheris()
@@ -346,7 +347,7 @@ def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
         corpus.mkdir()
         folder.mkdir()
         with atheris.instrument_imports(include=["kvcore", "kvcore_trtllm"]):
-            for number, seed in enumerate(seeds(one)):  # making seeds imports parsers too
+            for number, seed in enumerate(seeds(one)):  # making the seeds also imports the parsers
                 _file(corpus, str(number), seed)
                 try_input(one, seed, folder)
 
@@ -363,8 +364,10 @@ def fuzz(one: Target, seconds: int, artifacts: Path) -> None:
 
 
 def _each(names: Sequence[str], seconds: int, artifacts: Path) -> list[str]:
-    """Fuzz each in a process of its own; those in which something was found, or whose code was not
-    watched."""
+    """Fuzz each parser in a process of its own.
+
+    Return the names of the parsers that broke, or whose coverage was not seen.
+    """
     found = []
     for name in names:
         command = [sys.executable, "-m", "kvcore_devtools.fuzz", "--alone", "--target", name]
@@ -381,7 +384,7 @@ def _each(names: Sequence[str], seconds: int, artifacts: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 where an input was found that breaks a parser."""
+    """Run the command line. Return 1 if an input breaks a parser."""
     made = argparse.ArgumentParser(prog="python -m kvcore_devtools.fuzz")
     made.add_argument("--seconds", type=int, default=60, help="for each parser")
     made.add_argument("--target", action="append", help="only this parser; may be given again")

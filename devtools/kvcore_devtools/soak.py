@@ -1,13 +1,13 @@
-"""Soak: mixed traffic at saturation, with faults that come and go, for as long as one likes.
+"""Soak: mixed traffic at saturation, with faults that come and go, for as long as you like.
 
     python -m kvcore_devtools.soak --minutes 30 --seed 3
 
-Time is cut into epochs. In each, other faults are at other seams while more requests are queued
-than run: prompts that share beginnings, aborts, preemptions, an engine's own cache that is emptied,
-tiers that are cleared. At its end the faults stop, the engine comes to rest, and
+Time is divided into epochs. Each has other faults at other seams, and more requests queued than can
+run: prompts with common prefixes, aborts, preemptions, resets of the engine's cache and clears of
+the tiers. At the end of an epoch the faults stop, the engine becomes idle, and the soak checks that
 
-    every answer      was that of an engine without kvcore (all that ended, not a sample)
-    nothing is held   slots, pins, reservations, flights, ops, threads, open files
+    every answer      equals that of an engine without kvcore (all requests that ended)
+    nothing is held   no slots, pins, reservations, transfers, ops, threads or open files
     memory            has not grown since the first epochs
 
 Every few epochs the engine is closed and opened again over its disk.
@@ -45,28 +45,31 @@ __all__ = ["Outcome", "soak"]
 POOL = 160
 ANSWER = 6
 QUEUED = 16
-"""Requests that are kept in the engine; twice as many as it runs at once."""
+"""Number of requests in the engine: twice as many as it runs at once."""
 EPOCH_S = 3.0
 REOPEN = 4
-"""Epochs after which the engine is closed and opened again."""
+"""Number of epochs after which the engine is closed and opened again."""
 WARM = 4
-"""Epochs whose memory does not count: caches fill."""
+"""Number of first epochs whose memory is not compared, because caches fill."""
 GROWTH = 1.05
 SLACK = 8 << 20
-"""Bytes that may come on top: what the allocator keeps."""
+"""Bytes by which memory may grow, for what the allocator keeps."""
 STORE = "kvcore-soak"
 _ARENA_MAX = -8
 """M_ARENA_MAX of glibc's malloc.h."""
 
 _APART = {Fault.KILL, Fault.LOST, Fault.CLOCK_JUMP}
-"""Killed processes have rounds of their own (`kvcore_devtools.crash`); messages in a process are
-not lost; a clock that jumps again and again is behind every deadline."""
+"""Faults that the soak leaves out.
+
+`kvcore_devtools.crash` covers killed processes. Messages within a process are never lost. A clock
+that jumps again and again is beyond every deadline.
+"""
 CELLS = [(seam, fault) for seam in Seam for fault in Fault if fault in FITS[seam] - _APART]
 
 
 @dataclass
 class Outcome:
-    """What a soak saw. ``memory`` is the resident set in bytes at the end of each epoch."""
+    """What a soak saw. ``memory`` is the resident set at the end of each epoch, in bytes."""
 
     epochs: int = 0
     answers: int = 0
@@ -77,7 +80,7 @@ class Outcome:
     memory: list[int] = field(default_factory=list)
 
     def grown(self) -> float:
-        """Memory at the end over memory after the first epochs; 1.0 when there were too few."""
+        """Return memory at the end over memory after the first epochs; 1.0 if unknown."""
         counted = self.memory[WARM:]
         if len(counted) < 2 * WARM:
             return 1.0
@@ -86,9 +89,9 @@ class Outcome:
 
 
 def soak(
-    folder: Path, seconds: float, seed: int, told: Callable[[str], None] = lambda line: None
+    folder: Path, seconds: float, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Run for about ``seconds``. Raises AssertionError where something is wrong, or left over."""
+    """Run for about ``seconds``. Raises AssertionError on a wrong answer or a leak."""
     torch.set_num_threads(1)
     model, outcome = random_llama(), Outcome()
     until = time.monotonic() + seconds
@@ -98,18 +101,18 @@ def soak(
             try:
                 for _ in range(REOPEN):
                     run.epoch(min(EPOCH_S, seconds / 3))
-                    told(f"{until - time.monotonic():.0f} s left: {run.line()}")
+                    progress(f"{until - time.monotonic():.0f} s left: {run.line()}")
                     if time.monotonic() >= until:
                         break
             finally:
                 run.close()
-    assert outcome.grown() <= GROWTH, f"memory has grown to {outcome.grown():.3f} of what it was"
+    assert outcome.grown() <= GROWTH, f"memory grew by a factor of {outcome.grown():.3f}"
     return outcome
 
 
 @contextmanager
 def _store(folder: Path) -> Iterator[Faults]:
-    """Faults, and a remote store that has them."""
+    """Yield faults, and register a remote store that has them."""
     faults = Faults()
     before = dict(memory._stores)
     memory._stores[STORE] = FaultyStore(MemoryStore(), faults)  # type: ignore[assignment]
@@ -162,7 +165,7 @@ class _Soak:
         return f"{self._outcome.answers} answers, {self._outcome.struck} faults, {last} MiB"
 
     def epoch(self, seconds: float) -> None:
-        """Traffic with some faults; then none, and what must hold at rest."""
+        """Run traffic with some faults, then without, and check what must hold at rest."""
         rules = [_rule(self._picks, cell) for cell in self._picks.sample(CELLS, 3)]
         self._faults.set(*rules)
         until = time.monotonic() + seconds
@@ -187,7 +190,7 @@ class _Soak:
             self._open[request] = number
 
     def _disturb(self) -> None:
-        """What users and engines do besides asking."""
+        """Abort, reset and clear, as users and engines do."""
         chance = self._picks.random()
         if chance < 0.03:
             victim = self._picks.choice(list(self._open))
@@ -202,7 +205,7 @@ class _Soak:
             self._engine.forget()
 
     def _collect(self) -> None:
-        """Answers that are there are right."""
+        """Check the answers of the requests that have ended."""
         for request in [request for request in self._open if request.state is State.DONE]:
             number = self._open.pop(request)
             if number not in self._right:
@@ -227,7 +230,7 @@ class _Soak:
 
 
 def pool(seed: int = 0) -> list[list[int]]:
-    """Prompts of up to 300 tokens, most of which begin like another one."""
+    """Return prompts of up to 300 tokens. Most begin like another one."""
     picks = random.Random(seed)
     made: list[list[int]] = []
     for _ in range(POOL):
@@ -238,7 +241,7 @@ def pool(seed: int = 0) -> list[list[int]]:
 
 
 def _rule(picks: random.Random, cell: tuple[Seam, Fault]) -> Rule:
-    """Some faults often, some seldom. What hangs does so longer than a load may take."""
+    """Return a rule for a cell. Rates vary, and hangs outlast the deadline of a load."""
     seam, fault = cell
     if fault is Fault.HANG:
         return Rule(fault, seam, rate=0.02, limit=2, seconds=picks.uniform(0.2, 1.0))
@@ -247,15 +250,18 @@ def _rule(picks: random.Random, cell: tuple[Seam, Fault]) -> Rule:
 
 
 def _allocate_compactly() -> None:
-    """Have glibc keep one heap for all threads: each of its own leaves holes that are never filled,
-    a megabyte in every 12 s here, while what is in use stays the same (`mallinfo2`)."""
+    """Let glibc use one heap for all threads.
+
+    Heaps per thread leave holes that are never filled, 1 MB every 12 s here, while the memory in
+    use stays constant (`mallinfo2`).
+    """
     tune = getattr(ctypes.CDLL(None), "mallopt", None)
     if tune is not None:
         tune(_ARENA_MAX, 1)
 
 
 def _resident() -> int:
-    """Bytes resident, without what glibc's allocator keeps of freed memory for later."""
+    """Return the resident bytes, without what glibc's allocator keeps of freed memory."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -267,10 +273,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="on the disk to use; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to use; default: a temporary one"
+    )
     options = parser.parse_args(arguments)
     _allocate_compactly()
-    logging.getLogger("kvcore").setLevel(logging.CRITICAL)  # it would tell of every fault
+    logging.getLogger("kvcore").setLevel(logging.CRITICAL)  # it would log every fault
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = soak(Path(folder), 60 * options.minutes, options.seed, _progress)
     mib = [nbytes >> 20 for nbytes in found.memory]

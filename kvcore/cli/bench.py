@@ -1,13 +1,13 @@
-"""`kvcore bench`: a model and prompts of one's own on an engine, with kvcore and without it.
+"""`kvcore bench`: your model and prompts on an engine, with and without kvcore.
 
     without    cold         every prompt for the first time, one after another
-               own cache    once more, out of the engine's own prefix cache
+               own cache    again, from the engine's own prefix cache
     kvcore     miss         every prompt for the first time
-               hit          once more, after the engine's own cache was emptied
-               restarted    once more, in a new engine: where there is a disk tier or a store
+               hit          again, after the engine's own cache was emptied
+               restarted    again, in a new engine, if there is a disk tier or a store
 
-Where that can be asked twice, all prompts at once follow, for tokens a second. Each engine is alone
-on the machine while it is measured; both run in this one command, on the same prompts.
+Where a pass can be repeated, all prompts follow at once, to measure throughput. Each engine has the
+machine to itself while it is measured. One command measures both, with the same prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.report import Report
 from kvcore.config import Config, explicit_settings
 from kvcore.errors import ConfigError
-from kvcore.harness.compare import remembering
+from kvcore.harness.compare import keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 COLD, OWN = "cold", "own cache"
 MISS, HIT, RESTARTED = "kvcore miss", "kvcore hit", "kvcore restarted"
 SETTLE_S = 600.0
-WARM_UP = "The engine is asked this first, so that what happens once has happened."
+WARM_UP = "This prompt comes first, so that one-time work is done before the measurement."
 MAX_LINE = 64 << 20
 _WORDS = (
     "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
@@ -55,25 +55,29 @@ _WORDS = (
 )  # fmt: skip
 
 Start = Callable[[Mapping[str, Any] | None], AbstractContextManager[EngineProcess]]
-"""Starts an engine with these settings of kvcore, or without it for None."""
+"""Starts an engine with these settings of kvcore, or without kvcore for None."""
 
 
 class Pass(NamedTuple):
-    """Every prompt asked once by one contender: answers one by one, and tokens a second of all at
-    once (prompt and answer), None where that was not asked."""
+    """One pass over all prompts by one contender.
+
+    ``answers`` come from prompts asked one by one. ``tokens_s`` is the throughput of all at once,
+    in tokens of prompts and answers per second, or None if that was not measured.
+    """
 
     contender: str
     answers: list[Generation]
     tokens_s: float | None = None
 
 
-# -- what is asked --------------------------------------------------------------------------------
+# -- inputs ---------------------------------------------------------------------------------------
 
 
 def read_prompts(file: Path, limit: int) -> list[str]:
-    """The first ``limit`` prompts of a file: a line each, in .jsonl an object with ``prompt``.
+    """Read the first ``limit`` prompts of a file: one per line, or JSON lines with ``prompt``.
 
-    Raises ConfigError for a file that cannot be read, a line that is none, and where there is none.
+    A file is JSON lines if its name ends in .jsonl. Raises ConfigError if the file cannot be read,
+    a line is invalid, or the file has no prompt.
     """
     found: list[str] = []
     try:
@@ -84,7 +88,7 @@ def read_prompts(file: Path, limit: int) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read as text: {error}") from error
     if not found:
-        raise ConfigError(f"{file}: has no prompt; give a line each, or JSON lines with `prompt`")
+        raise ConfigError(f"{file}: has no prompt; give one per line, or JSON lines with `prompt`")
     return found
 
 
@@ -92,17 +96,17 @@ def _prompt(file: Path, number: int, line: str) -> str:
     if file.suffix != ".jsonl":
         return line.strip()
     try:
-        told = json.loads(line)
+        decoded = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}, line {number}: is not JSON: {error}") from error
-    prompt = told.get("prompt") if isinstance(told, dict) else None
+    prompt = decoded.get("prompt") if isinstance(decoded, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f'{file}, line {number}: supported is {{"prompt": "some text"}}')
     return prompt
 
 
 def synthetic(count: int, words: int, seed: int = 0) -> list[str]:
-    """Prompts of so many words (about as many tokens) that have no beginning in common."""
+    """Return random prompts of ``words`` words (about as many tokens) without a common prefix."""
     picks = random.Random(seed)
     return [
         f"{seed}-{number} " + " ".join(picks.choices(_WORDS, k=words)) for number in range(count)
@@ -110,15 +114,14 @@ def synthetic(count: int, words: int, seed: int = 0) -> list[str]:
 
 
 def settings(config: Config, engine: str) -> dict[str, Any]:
-    """kvcore's settings as the engine is given them, such that its own cache can be emptied and
-    kvcore's kept."""
+    """Return kvcore's settings for the engine, such that only the engine's own cache is emptied."""
     given = explicit_settings(config)
     given.pop("engine", None)
-    return remembering(engine, given)
+    return keep_on_reset(engine, given)
 
 
 def arguments(given: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE, whose values are JSON where they can be read as such. Raises ConfigError."""
+    """Parse NAME=VALUE arguments. A value is JSON, or else text. Raises ConfigError."""
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -132,7 +135,7 @@ def arguments(given: Sequence[str]) -> dict[str, Any]:
 
 
 def starter(model: str, engine: str, log: Path, engine_args: Mapping[str, Any]) -> Start:
-    """Starts ``model`` on ``engine``; what the engine prints goes to ``log``."""
+    """Return a function that starts ``model`` on ``engine``, with its output in ``log``."""
 
     def start(kvcore: Mapping[str, Any] | None) -> EngineProcess:
         return EngineProcess(model, engine=engine, kvcore=kvcore, log=log, **engine_args)
@@ -140,14 +143,16 @@ def starter(model: str, engine: str, log: Path, engine_args: Mapping[str, Any]) 
     return start
 
 
-# -- asking ---------------------------------------------------------------------------------------
+# -- measurement ----------------------------------------------------------------------------------
 
 
 def passes(
     start: Start, kvcore: Mapping[str, Any], prompts: Sequence[str], tokens: int, *, restart: bool
 ) -> Iterator[Pass]:
-    """Each contender's pass, as it is made; answers have ``tokens`` tokens. Blocks for as long as
-    engines take to start and to answer."""
+    """Yield the passes of both contenders, with answers of ``tokens`` tokens.
+
+    Blocks while engines start and answer.
+    """
     with start(None) as engine:
         engine.generate([WARM_UP], tokens)
         cold = _alone(engine, prompts, tokens)
@@ -167,8 +172,7 @@ def passes(
 
 
 def _hits(name: str, engine: EngineProcess, prompts: Sequence[str], tokens: int) -> Pass:
-    """With the engine's own cache emptied before they are asked one by one, and before they are
-    asked at once."""
+    """Ask the prompts one by one and then at once, after emptying the engine's own cache."""
     engine.settle(SETTLE_S)
     engine.reset_prefix_cache(timeout_s=SETTLE_S)
     alone = _alone(engine, prompts, tokens)
@@ -182,14 +186,14 @@ def _alone(engine: EngineProcess, prompts: Sequence[str], tokens: int) -> list[G
 
 
 def _together(engine: EngineProcess, prompts: Sequence[str], tokens: int) -> float:
-    """Tokens a second, of prompts and answers."""
+    """Return the throughput in tokens per second, of prompts and answers."""
     began = time.perf_counter()
     answers = engine.generate(prompts, tokens)
     seconds = time.perf_counter() - began
     return sum(answer.prompt_tokens + len(answer.token_ids) for answer in answers) / seconds
 
 
-# -- what is told ---------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 COLUMNS = (
     "contender", "ttft_s", "ttft_p90_s", "ttft_to_cold", "tokens_s", "tokens_s_to_cold",
@@ -198,10 +202,11 @@ COLUMNS = (
 
 
 def report(engine: str, done: Sequence[Pass], notes: Mapping[str, Any]) -> Report:
-    """A row for each pass; ratios are to the first, which is the engine without kvcore, cold.
+    """Return a report with a row for each pass.
 
-    ``ttft_s`` is the median. ``cached_share`` are prompt tokens that were not computed, and
-    ``found_in`` where kvcore had them.
+    Ratios are relative to the first pass, the cold engine without kvcore. ``ttft_s`` is the median.
+    ``cached_share`` is the share of prompt tokens that were not computed, and ``found_in`` says
+    from which tiers kvcore loaded them.
     """
     made = Report("bench", COLUMNS, f"the same {engine} without kvcore, cold", notes)
     cold = done[0]
@@ -242,7 +247,7 @@ def _found_in(answers: Sequence[Generation]) -> str:
 
 
 def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Medians as bars, with the 90th percentile as a mark."""
+    """Draw the medians as bars, and the 90th percentile as a mark."""
     axes = figure.subplots()
     names = [row["contender"] for row in rows]
     axes.barh(names, [row["ttft_s"] for row in rows])

@@ -184,7 +184,7 @@ def _disk(config: Config, probe: bool) -> Iterator[Finding]:
 def _to_device() -> Finding:
     """Try NIXL's backends, for GPU memory if there is a GPU.
 
-    Only the engine knows in which memory its KV lies, so this is a guess.
+    Only the engine knows which memory holds its KV, so this is a guess.
     """
     kind = "VRAM" if _DRIVER.exists() else "DRAM"
     reasons = []

@@ -83,14 +83,14 @@ def run_engines(
     partners: Sequence[str],
     model: Path | None,
     patterns: Sequence[str],
-    told: Callable[[str, Result, Record], None],
+    on_result: Callable[[str, Result, Record], None],
     *,
     pythons: Mapping[str, Path] | None = None,
     store: str | None = None,
 ) -> Record:
     """Run the cases on every engine. Each also exchanges KV with the others and ``partners``.
 
-    ``told(engine, result, record)`` is called for every result, with all results so far.
+    ``on_result(engine, result, record)`` is called for every result, with all results so far.
     ``pythons`` are interpreters for engines in other environments. ``store`` is the URL of a remote
     store. Raises ConfigError for an unknown name.
     """
@@ -118,7 +118,7 @@ def run_engines(
                 store=store,
             ) as kit,
         ):
-            run(kit, cases, partial(_take, found, drivers[name], others, told))
+            run(kit, cases, partial(_take, found, drivers[name], others, on_result))
     return found
 
 
@@ -126,7 +126,7 @@ def _take(
     found: Record,
     driver: Driver,
     partners: list[str],
-    told: Callable[[str, Result, Record], None],
+    on_result: Callable[[str, Result, Record], None],
     result: Result,
 ) -> None:
     """Add a result to ``found`` and report it."""
@@ -137,7 +137,7 @@ def _take(
         "partners": partners,
         "results": [*before, result.to_dict()],
     }
-    told(driver.name, result, found)
+    on_result(driver.name, result, found)
 
 
 def failures(record: Record) -> int:
@@ -392,7 +392,7 @@ def check_conformance(
     log.configure("error")
     progress = Console(stderr=True)
 
-    def told(engine: str, result: Result, so_far: Record) -> None:
+    def on_result(engine: str, result: Result, so_far: Record) -> None:
         line = f"{engine} {result.section} {result.case}: {result.outcome} {result.why}"
         progress.print(line, markup=False, highlight=False)
         if page is not None:
@@ -403,7 +403,7 @@ def check_conformance(
         partners or [],
         model,
         cases or [],
-        told,
+        on_result,
         pythons=interpreters(pythons or []),
         store=store,
     )

@@ -309,20 +309,20 @@ def _tokenized(path: Path, tokenizer: Path | None) -> list[int]:
 # -- showing --------------------------------------------------------------------------------------
 
 
-def _show(told: dict[str, Any], as_json: bool) -> None:
+def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(told, indent=1))
+        typer.echo(json.dumps(result, indent=1))
     else:
-        Console().print(as_tables(told))
+        Console().print(as_tables(result))
 
 
-def as_tables(told: Mapping[str, Any]) -> Group:
-    """Return an order's result for the terminal: numbers in a line, lists as tables."""
+def as_tables(result: Mapping[str, Any]) -> Group:
+    """Return the result of a command for the terminal: numbers in a line, lists as tables."""
     parts: list[Any] = []
     for name, columns in _TABLES.items():
-        if name in told:
-            parts.append(_table(told[name], columns))
-    numbers = [f"{name} {_cell(name, value)}" for name, value in told.items()
+        if name in result:
+            parts.append(_table(result[name], columns))
+    numbers = [f"{name} {_cell(name, value)}" for name, value in result.items()
                if isinstance(value, int)]  # fmt: skip
     return Group(*parts, Text(", ".join(numbers)))
 

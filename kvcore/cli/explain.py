@@ -105,16 +105,16 @@ def _cause(miss: dict[str, Any]) -> str:
     return words
 
 
-def _otherwise(told: dict[str, Any]) -> Iterator[str]:
+def _otherwise(times: dict[str, Any]) -> Iterator[str]:
     names = {
         "load_all_ms": "estimate, loading",
         "recompute_ms": "estimate, computing",
         "loading_ms": "of it, loads alone",
     }
     for key, name in names.items():
-        if told.get(key) is not None:
-            yield f"  {name:22} {told[key]:.1f} ms"
-    for why in told.get("unknown", []):
+        if times.get(key) is not None:
+            yield f"  {name:22} {times[key]:.1f} ms"
+    for why in times.get("unknown", []):
         yield f"  {'no estimate':22} {why}"
 
 

@@ -1,4 +1,4 @@
-"""Probes of what the settings name: does each server answer, and does anybody listen?
+"""Probes of the servers in the settings: does each answer, and does anybody listen there.
 
     [tiers.NAME]        a store, through its own client: does it hold a block that nobody has?
     server.address      `kvcore server`: its status

@@ -1,4 +1,4 @@
-"""What every benchmark ends with: a table on the terminal, a JSON file, perhaps a picture.
+"""The result of a benchmark: a table on the terminal, a JSON file and an optional plot.
 
 report = Report("copies", ["layout", "GB/s", "ratio"], baseline="libc memcpy, one thread")
 report.add(**{"layout": "vec", "GB/s": 7.9, "ratio": 0.82})
@@ -28,11 +28,11 @@ __all__ = ["Plot", "Report", "Row", "machine"]
 
 Row = Mapping[str, Any]
 Plot = Callable[["Figure", Sequence[Row]], None]
-"""Draws all rows on an empty figure. It makes its own axes; the report titles and saves it."""
+"""Draws all rows on an empty figure. It creates the axes; the report adds a title and saves it."""
 
 
 def machine() -> dict[str, Any]:
-    """What a number depends on: CPU model, cores this process may use, memory, system."""
+    """Return what measurements depend on: CPU model, available cores, memory and system."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -53,7 +53,7 @@ def _cpu_model() -> str:
 
 
 def _command() -> str:
-    """The command line, the script by its name alone."""
+    """Return the command line, with the script's name without its folder."""
     module = sys.modules["__main__"].__spec__
     script = f"-m {module.name}" if module else Path(sys.argv[0]).name
     return f"python {script} {shlex.join(sys.argv[1:])}".rstrip()
@@ -66,10 +66,10 @@ def _cell(value: object) -> str:
 
 
 class Report:
-    """Rows of one benchmark. Not thread-safe.
+    """The rows of one benchmark. Not thread-safe.
 
-    ``columns`` are the rows' keys in order, units in their names. ``baseline`` says in words what
-    the numbers are compared with. ``notes`` (settings, sizes) go into the JSON as they are.
+    ``columns`` are the keys of the rows in order, with units in their names. ``baseline`` describes
+    what the numbers are compared with. ``notes`` (settings, sizes) are copied into the JSON.
     """
 
     def __init__(
@@ -86,16 +86,18 @@ class Report:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, **row: Any) -> None:
-        """Add a row, JSON values only. A column left out is None; one not declared is refused."""
+        """Add a row of JSON values. Missing columns become None; unknown ones raise ValueError."""
         unknown = sorted(set(row) - set(self.columns))
         if unknown:
-            raise ValueError(f"columns {unknown} of report {self.name!r}; it has {self.columns}")
+            raise ValueError(
+                f"given columns {unknown} for report {self.name!r}; it has {self.columns}"
+            )
         self.rows.append({column: row.get(column) for column in self.columns})
 
     def finish(self, out_dir: Path = Path("results"), plot: Plot | None = None) -> Path:
-        """Print the table, write ``<name>.json`` and, with ``plot``, ``<name>.png``.
+        """Print the table and write ``<name>.json``, and ``<name>.png`` if there is a ``plot``.
 
-        Files of an earlier run are replaced. Returns the path of the JSON.
+        Files of an earlier run are replaced. Returns the path of the JSON file.
         """
         out_dir.mkdir(parents=True, exist_ok=True)
         self._print()

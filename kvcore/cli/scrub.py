@@ -94,13 +94,13 @@ def as_json(found: Found) -> str:
         }
         for each in found.segments
     ]
-    told = {
+    document = {
         "path": str(found.path),
         "changed": found.erased,
         "stores": [store.as_dict() for store in found.stores],
         "segments": segments,
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(document, indent=1)
 
 
 def as_table(found: Found) -> Table:

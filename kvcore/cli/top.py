@@ -1,11 +1,11 @@
-"""`kvcore top`: an engine's metrics as they change, from its Prometheus endpoint.
+"""`kvcore top`: live metrics of an engine, from its Prometheus endpoint.
 
 fetch ─▶ Sample ─┐
-fetch ─▶ Sample ─┴▶ frame     bandwidth is between two samples; all else is of the last one
+fetch ─▶ Sample ─┴▶ frame     bandwidth needs two samples; all else is from the last one
 
-    limit         of a path: bytes a second while one of its operations runs, over all that ran
-    TTFT saved    of requests that loaded: seconds to the first token expected had they been
-                  computed, less those expected as they were loaded, at measured rates
+    limit         bytes per second of a path while one of its operations runs, over all of them
+    TTFT saved    seconds to the first token, expected if computed minus expected as loaded, at
+                  measured rates, summed over the requests that loaded
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_BYTES = 64 << 20
 
 @dataclass
 class Sample:
-    """Sums over all engines of a page, by name and the one label that counts. ``at`` seconds."""
+    """Sums over all engines of a page, by metric and one label. ``at`` is the time in seconds."""
 
     at: float = 0.0
     used: dict[str, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ _KEPT = {
 
 
 def fetch(url: str) -> Sample:
-    """What the endpoint says now. Blocks. Raises UnsupportedError where it says nothing of use."""
+    """Read the endpoint. Blocks. Raises UnsupportedError if it has no metrics of kvcore."""
     try:
         with urllib.request.urlopen(url, timeout=FETCH_S) as answer:
             text = answer.read(MAX_BYTES).decode()
@@ -70,7 +70,7 @@ def fetch(url: str) -> Sample:
 
 
 def parse(text: str, at: float) -> Sample:
-    """A page in Prometheus' text format. Raises UnsupportedError for anything else."""
+    """Parse a page in Prometheus' text format. Raises UnsupportedError for anything else."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -88,13 +88,13 @@ def parse(text: str, at: float) -> Sample:
             found[kind][labels.get(label, "")] += value
     if not any_of_ours:
         raise UnsupportedError(
-            "no metrics of kvcore there: is metrics.enabled, and did a request come?"
+            "no metrics of kvcore there; set metrics.enabled = true, and send a request"
         )
     return Sample(at, hits=hits, **{kind: dict(series) for kind, series in found.items()})
 
 
 def frame(now: Sample, before: Sample | None = None) -> Group:
-    """One picture: tiers, lookups, transfers."""
+    """Return one screen: tiers, lookups and transfers."""
     return Group(_tiers(now), "", _lookups(now), "", _transfers(now, before))
 
 
@@ -130,7 +130,7 @@ def _transfers(now: Sample, before: Sample | None) -> Table:
 
 
 def _limit(path: str, now: Sample) -> str:
-    """Bytes a second while an operation runs."""
+    """Return the bandwidth of a path while an operation runs."""
     seconds = now.seconds.get(path, 0.0)
     return _size(now.moved.get(path, 0.0) / seconds) if seconds > 0 else ""
 

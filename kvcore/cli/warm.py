@@ -88,8 +88,8 @@ class Client:
             "kv_transfer_params": {"kvcore": {"report": True, "fusion": {"enabled": False}}},
         }
         answer = self._ask("/v1/completions", body)
-        told = (answer.get("kv_transfer_params") or {}).get("kvcore") or {}
-        return int(told.get("reused_tokens", 0))
+        record = (answer.get("kv_transfer_params") or {}).get("kvcore") or {}
+        return int(record.get("reused_tokens", 0))
 
     def _first_model(self) -> str:
         models = self._ask("/v1/models", None).get("data") or []

@@ -26,23 +26,19 @@ __all__ = [
     "settings",
 ]
 
+from kvcore.config.fields import SchemaModel, Source, format_size, parse_size
 from kvcore.config.load import (
     FORWARDED_VARIABLE,
-    AdapterConfig,
-    BackingConfig,
-    Config,
-    NamespaceConfig,
-    SchemaModel,
     Setting,
-    Source,
     engine_environment,
     explicit_settings,
-    format_size,
     forwarded_config,
     load_config,
     merge_tables,
     parse_assignment,
-    parse_size,
     read_key,
     settings,
 )
+from kvcore.config.schema import Config, NamespaceConfig
+from kvcore.config.schema_engines import AdapterConfig
+from kvcore.config.schema_tiers import BackingConfig

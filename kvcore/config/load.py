@@ -22,31 +22,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from kvcore.config.fields import DEFAULT
-from kvcore.config.schema import (
-    AdapterConfig,
-    BackingConfig,
-    BlockConfig,
-    Config,
-    DiskConfig,
-    HostConfig,
-    LogConfig,
-    MetricsConfig,
-    NamespaceConfig,
-    OpsConfig,
-    PluginsConfig,
-    SchemaModel,
-    SglangConfig,
-    Size,
-    Source,
-    TierConfig,
-    TransferConfig,
-    TrtllmConfig,
-    VllmConfig,
-    expand_user,
-    format_size,
-    parse_size,
-)
+from kvcore.config.fields import DEFAULT, Source, expand_user, format_size
+from kvcore.config.schema import Config
 from kvcore.config.walk import Keys, Node, is_size, known_paths, node_at, supported
 from kvcore.errors import ConfigError
 
@@ -57,34 +34,13 @@ else:
 
 __all__ = [
     "FORWARDED_VARIABLE",
-    "AdapterConfig",
-    "BackingConfig",
-    "BlockConfig",
-    "Config",
-    "DiskConfig",
-    "HostConfig",
-    "LogConfig",
-    "MetricsConfig",
-    "NamespaceConfig",
-    "OpsConfig",
-    "PluginsConfig",
-    "SchemaModel",
     "Setting",
-    "SglangConfig",
-    "Size",
-    "Source",
-    "TierConfig",
-    "TransferConfig",
-    "TrtllmConfig",
-    "VllmConfig",
     "engine_environment",
     "explicit_settings",
-    "format_size",
     "forwarded_config",
     "load_config",
     "merge_tables",
     "parse_assignment",
-    "parse_size",
     "read_key",
     "settings",
 ]

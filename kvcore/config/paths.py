@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvcore.config.schema import ServerConfig
+from kvcore.config.schema_server import ServerConfig
 
 __all__ = ["folder_of"]
 

@@ -16,7 +16,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from kvcore.config.schema import Config, SchemaModel, parse_size
+from kvcore.config.fields import SchemaModel, parse_size
+from kvcore.config.schema import Config
 
 __all__ = ["Keys", "Node", "field_node", "is_size", "known_paths", "node_at", "supported"]
 

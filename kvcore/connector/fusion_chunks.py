@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvcore.config.schema import FusionConfig
+from kvcore.config.schema_fusion import FusionConfig
 from kvcore.connector.fusion_messages import BlendPlan, BlendReport, ChunkLoad
 from kvcore.errors import BlockMissing, KVCoreError
 from kvcore.fusion.options import FusionOptions

@@ -21,7 +21,7 @@ from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, 
 from kvcore.telemetry.rates import ForwardPart, Rates
 
 if TYPE_CHECKING:
-    from kvcore.config.schema import FusionConfig
+    from kvcore.config.schema_fusion import FusionConfig
     from kvcore.telemetry.metrics import Data
 
 __all__ = ["TIMED_TOKENS", "FusionPolicy", "is_prefill", "make_fusion_policy"]

@@ -182,8 +182,8 @@ class SchedulerCore(Generic[F]):
         """Save those of the first ``blocks`` of a chain that no tier holds.
 
         Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
-        request's page tables. ``tokens`` are all tokens of the request, or None if they do not determine its KV. Fusion
-        learns those of blocks from ``known`` on once they are copied.
+        request's page tables. ``tokens`` are all tokens of the request, or None if they do not
+        determine its KV. Fusion learns those of blocks from ``known`` on once they are copied.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
         graph = self.manager.launch_save(

@@ -1,7 +1,7 @@
-"""Asking engines the same things, and comparing what they say.
+"""Asks engines the same prompts and compares their answers.
 
-What every engine test is made of: greedy answers of an engine with kvcore beside those of one
-without, and the metrics that tell where the KV came from.
+Every engine test is built on this: it compares the greedy answers of an engine with kvcore to those
+of one without, and reads the metrics that show where the KV came from.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import Any
 from kvcore.harness.engine_process import EngineProcess, Generation
 
 ANSWER = 8
-"""Tokens asked for: enough to show a wrong cache, and little beside the prompt."""
+"""Tokens of an answer. They are enough to reveal wrong KV, and few compared with the prompt."""
 
 SHARED = 8
-"""Prompts of a test begin alike for fewer tokens than this."""
+"""Limit of the tokens that the prompts of a test have in common at their start."""
 
 REUSE: dict[str, Any] = {"ratio": 0.0}
 ALL: dict[str, Any] = {"ratio": 1.0}
 EXACT: dict[str, Any] = {"enabled": False}
-"""Wishes of a request: chunks as they were stored, every row of them recomputed, no fusion."""
+"""Fusion options of a request: reuse chunks as stored, recompute every token of them, or no fusion.
+"""
 
 SETTLE_S = 200.0
-"""How long saves may take: on a machine that does much else, minutes."""
+"""Seconds that saves may take. The limit is long because the machine may be busy."""
 
 SMALL: dict[str, Any] = {
     "max_model_len": 2048,
@@ -36,11 +37,13 @@ SMALL: dict[str, Any] = {
     "start_method": "fork",
     "forked": True,
 }
-"""vLLM's arguments for a small model on a CPU, and all its processes as forks: what is imported is
-imported once for many starts."""
+"""Arguments of vLLM for a small model on a CPU.
+
+All its processes are forks, so that modules are imported once for many starts.
+"""
 
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Its environment: GiB of KV cache."""
+"""Environment variables for `SMALL`: the size of the KV cache in GiB."""
 
 SMALL_SGLANG: dict[str, Any] = {
     "context_length": 2048,
@@ -53,19 +56,24 @@ SMALL_SGLANG: dict[str, Any] = {
     "start_method": "fork",
     "forked": True,
 }
-"""SGLang's arguments for a small model on a CPU."""
+"""Arguments of SGLang for a small model on a CPU."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Its environment: threads that have next to nothing to compute spin on cores that others need, and
-answers take ten times as long where there are few."""
+"""Environment variables for `SMALL_SGLANG`.
+
+With more threads, those that have almost nothing to compute spin on cores that others need. On a
+machine with few cores, answers then take ten times as long.
+"""
 
 _SMALL = {"vllm": (SMALL, SPACE), "sglang": (SMALL_SGLANG, ONE_THREAD)}
 
 
 def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:
-    """kvcore's config for SGLang with host memory and a disk tier in ``folder``. Lookups wait for
-    the disk, however slow the machine is, so that what is found is certain. ``sglang`` are settings
-    of its section."""
+    """Return kvcore's config for SGLang with host memory and a disk tier in ``folder``.
+
+    Lookups wait for the disk, so that hits are certain even on a slow machine. ``sglang`` are
+    settings of the ``sglang`` section.
+    """
     return {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(folder / "kv"), "capacity": "256MiB"},
@@ -75,10 +83,10 @@ def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:
 
 
 ENGINES = tuple(_SMALL)
-"""The engines that there is a driver for."""
+"""Names of the engines that have a driver here."""
 
 
-def sized(
+def engine_arguments(
     engine: str,
     *,
     dtype: str,
@@ -87,11 +95,11 @@ def sized(
     cached_tokens: int | None = None,
     token_nbytes: int = 0,
 ) -> dict[str, Any]:
-    """An engine's own arguments for requests of up to ``request_tokens``.
+    """Return the engine's own arguments for requests of up to ``request_tokens``.
 
     Args:
-        batch_tokens: the engine computes so many in one step; its own choice when left out.
-        cached_tokens: room in the engine's own cache, tokens of ``token_nbytes`` each.
+        batch_tokens: most tokens that the engine computes in a step; None keeps its default.
+        cached_tokens: size of the engine's own cache in tokens of ``token_nbytes`` bytes each.
     """
     if engine == "vllm":
         args: dict[str, Any] = {"dtype": dtype, "max_model_len": request_tokens}
@@ -104,9 +112,11 @@ def sized(
     return args | {name: value for name, value in own.items() if value is not None}
 
 
-def remembering(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
-    """These settings of kvcore, such that `EngineProcess.reset_prefix_cache` empties the engine's
-    own cache alone."""
+def keep_on_reset(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``kvcore`` such that `EngineProcess.reset_prefix_cache` keeps kvcore's tiers.
+
+    Only the engine's own cache is then emptied.
+    """
     if engine != "sglang":
         return dict(kvcore)
     return {**kvcore, "sglang": {**kvcore.get("sglang", {}), "keep_on_flush": True}}
@@ -120,9 +130,9 @@ def small_engine(
     engine: str = "vllm",
     **args: Any,
 ) -> Iterator[EngineProcess]:
-    """An engine with ``kvcore`` as its config, without it for None, and little memory of its own.
+    """Start a small engine with the config ``kvcore``; None leaves kvcore out.
 
-    ``args`` are the engine's own, by the names its Python API has.
+    ``args`` are the engine's own arguments, by their names in its Python API.
     """
     small, space = _SMALL[engine]
     with EngineProcess(
@@ -138,15 +148,18 @@ def answers(
     max_tokens: int = ANSWER,
     **options: Any,
 ) -> list[Generation]:
-    """Greedy answers, ``batch`` requests at a time; ``options`` as `EngineProcess.submit` has."""
+    """Return greedy answers, with ``batch`` requests at a time.
+
+    ``options`` are those of `EngineProcess.submit`.
+    """
     found: list[Generation] = []
     for i in range(0, len(prompts), batch):
         found += process.generate(prompts[i : i + batch], max_tokens=max_tokens, **options)
     return found
 
 
-def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
-    """AssertionError unless every answer has the tokens expected of it."""
+def assert_same_answers(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
+    """Assert that every answer has the expected tokens. Raises AssertionError."""
     wrong = [
         (i, a.token_ids, b.token_ids, a.kvcore)
         for i, (a, b) in enumerate(zip(got, expected, strict=True))
@@ -156,24 +169,26 @@ def same(got: Sequence[Generation], expected: Sequence[Generation]) -> None:
         raise AssertionError(f"{len(wrong)} of {len(expected)} answers differ: {wrong[:3]}")
 
 
-def settled(process: EngineProcess) -> None:
-    """Forget everything in the engine's own cache, with all saves published."""
+def settle_and_empty(process: EngineProcess) -> None:
+    """Wait until all saves are published, and empty the engine's own cache."""
     process.settle(SETTLE_S)
     process.reset_prefix_cache(timeout_s=SETTLE_S)
 
 
-def all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
-    """AssertionError unless ``tokens`` of each prompt came from the tier and no more were reused,
-    but for a few that prompts have in common and that the engine's own cache therefore holds."""
+def assert_all_from(tier: str, got: Sequence[Generation], tokens: Sequence[int]) -> None:
+    """Assert that ``tokens`` of each prompt came from the tier, and that no more were reused.
+
+    A few tokens may come from the engine's own cache, because the prompts have them in common.
+    """
     for answer, count in zip(got, tokens, strict=True):
-        told = f"{count} tokens expected, {answer.cached_tokens} cached, {answer.kvcore}"
-        assert answer.tiers.keys() <= {tier}, told
-        assert count <= answer.cached_tokens < count + SHARED, told
-        assert count - SHARED < answer.reused_tokens <= count, told
+        found = f"expected {count} tokens, got {answer.cached_tokens} cached, {answer.kvcore}"
+        assert answer.tiers.keys() <= {tier}, found
+        assert count <= answer.cached_tokens < count + SHARED, found
+        assert count - SHARED < answer.reused_tokens <= count, found
 
 
 def counted(process: EngineProcess, name: str, **labels: str) -> float:
-    """Sum of the samples of a metric whose labels are these."""
+    """Return the sum of the samples of a metric that have all of ``labels``."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         value
@@ -183,18 +198,18 @@ def counted(process: EngineProcess, name: str, **labels: str) -> float:
 
 
 def warm(process: EngineProcess, chunks: Sequence[Sequence[int]], **options: Any) -> None:
-    """Have each chunk computed on its own and stored, and the engine's own cache empty."""
+    """Compute and store each chunk on its own, and empty the engine's own cache."""
     answers(process, chunks, max_tokens=1, fusion=EXACT, **options)
-    settled(process)
+    settle_and_empty(process)
 
 
 def blended(got: Sequence[Generation]) -> list[int]:
-    """Tokens each answer took from chunks."""
+    """Return the number of tokens that each answer took from chunks."""
     return [answer.kvcore.get("fusion", {}).get("blended_tokens", 0) for answer in got]
 
 
 class Reference:
-    """Answers of an engine without kvcore and without its own prefix cache, each asked once."""
+    """Answers of an engine without kvcore and without a prefix cache. Each prompt runs once."""
 
     def __init__(self, process: EngineProcess, **options: Any) -> None:
         self._process = process

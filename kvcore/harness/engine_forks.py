@@ -1,18 +1,17 @@
-"""Engines' processes as forks of one that has imported the engine.
+"""Engines as forks of a process that has imported the engine.
 
     test process                 mother (python -m kvcore.harness.engine_forks MODULE MODEL FD)
       fork ── log, socket ──▶      has imported MODULE and what an engine for MODEL needs
-                                   └─ minder, a fork: waits for the child and tells how it ended
-      ◀── pid, exit code ──────        └─ child, a fork: runs MODULE's `run`
+                                   └─ minder, a fork: waits for the child, reports how it ended
+      ◀── pid, exit code ──────        └─ child, a fork: calls ``run`` of MODULE
 
-Importing vLLM or SGLang takes most of the time in which a small model's engine starts on a CPU:
-8 s of a core, which a fork does not need. A child leads a process group of its own and has the log,
-the socket and the environment that a process of its own would have. A mother makes children of one
-interpreter, driver, architecture, environment, folder and set of cores; where one of these differs
-there is another mother. `KEPT` of them are kept.
+On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
+core, which a fork saves. A child leads its own process group. It has the log, the socket and
+the environment that a separate process would have. A mother makes the children of one interpreter,
+driver, architecture, environment, folder and set of cores. At most `KEPT` mothers are kept.
 
-The driver's module has ``preload(model)``, which imports and starts no thread, and
-``run(descriptor)``. CPUs alone: a GPU's state does not survive a fork.
+The driver's module has ``preload(model)``, which imports modules and starts no thread, and
+``run(descriptor)``. Forks are for CPUs only, because a GPU's state does not survive a fork.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ from kvcore.errors import KVCoreError
 __all__ = ["Child", "architecture", "close", "fork", "possible"]
 
 KEPT = 2
-"""Mothers that wait for work, each with the memory of an engine's modules."""
+"""Most idle mothers to keep. Each holds the memory of an engine's modules."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _OF_A_TEST = "PYTEST_CURRENT_TEST"
-"""Changes with each test, and no engine reads it."""
+"""Environment variables that change with each test and that no engine reads."""
 
 
 def possible() -> bool:
-    """Whether an engine may be a fork here: there is no GPU, whose state its mother could make."""
+    """Return True if engines may be forks here, that is, if there is no GPU."""
     return hasattr(os, "fork") and not any(Path(device).exists() for device in _DEVICES)
 
 
 def architecture(model: str | Path) -> str:
-    """What a folder's config says that it holds; empty where it says nothing."""
+    """Return the architecture that the config in a folder names, or an empty string."""
     try:
         [name] = json.loads((Path(model) / "config.json").read_text())["architectures"]
     except (OSError, ValueError, KeyError):
@@ -63,7 +62,7 @@ def architecture(model: str | Path) -> str:
 
 
 class Child:
-    """A fork, with what `subprocess.Popen` has of it."""
+    """A forked child, with the methods of `subprocess.Popen` that are needed."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid = pid
@@ -71,7 +70,7 @@ class Child:
         self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, negative for a signal.
+        """Wait for the child's end and return its exit code, negative for a signal.
 
         Raises:
             subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
@@ -80,7 +79,7 @@ class Child:
             said = _received(self._status, timeout)
             if said is None:
                 raise subprocess.TimeoutExpired([f"fork {self.pid}"], timeout or 0.0)
-            self._code = int(said or -signal.SIGKILL)  # its minder was killed with it
+            self._code = int(said or -signal.SIGKILL)  # the minder was killed with it
             self._status.close()
         return self._code
 
@@ -95,16 +94,16 @@ def fork(
     connection: socket.socket,
     timeout_s: float,
 ) -> Child:
-    """A child that runs ``module``'s `run` with its end of a connection.
+    """Fork a child that calls ``run`` of ``module`` with its end of a connection.
 
-    Blocks until a mother has imported the module, where there is none that has.
+    If no mother has imported the module, start one and block until it has.
 
     Raises:
-        KVCoreError: there is no child; with what the mother said.
+        KVCoreError: the fork failed. The message has the tail of the mother's log.
     """
     given = {name: value for name, value in env.items() if name != _OF_A_TEST}
     if Path(model).is_dir():
-        given.setdefault("HF_HUB_OFFLINE", "1")  # drivers do so too, before they import
+        given.setdefault("HF_HUB_OFFLINE", "1")  # drivers set it too, before they import
     cores = tuple(sorted(os.sched_getaffinity(0)))
     environment = tuple(sorted(given.items()))
     key = (python, module, architecture(model), environment, os.getcwd(), cores)
@@ -123,11 +122,11 @@ def fork(
 
 
 class _Mother:
-    """The process that forks, seen from the one that asks it to."""
+    """The process that forks, as seen by the process that asks for forks."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command = " ".join(command)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # for as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process lives
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -148,7 +147,7 @@ class _Mother:
         status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("ab") as output:
             files = [connection.fileno(), output.fileno(), theirs.fileno()]
-            with contextlib.suppress(OSError):  # then it is gone, and says nothing below
+            with contextlib.suppress(OSError):  # the mother is gone; `_received` finds that below
                 socket.send_fds(self._socket, [b"f"], files)
         said = _received(status, timeout_s)
         if not said:
@@ -160,14 +159,14 @@ class _Mother:
         self._log.seek(0)
         tail = "\n".join(self._log.read().decode(errors="replace").splitlines()[-25:])
         what = "ended" if waited_s is None else f"did not fork within {waited_s:.0f} s"
-        return f"the process {self._command} that forks engines {what}; its log ends:\n{tail}"
+        return f"process {self._command}, which forks engines, {what}; its log ends:\n{tail}"
 
     def close(self) -> None:
-        """Let it go; its children go on."""
+        """End the mother. Its children continue."""
         self._socket.close()
         try:
             self._process.wait(10.0)
-        except subprocess.TimeoutExpired:  # it imports, and has no child
+        except subprocess.TimeoutExpired:  # it still imports and has no child
             self._process.kill()
             self._process.wait()
         self._log.close()
@@ -179,14 +178,14 @@ _lock = threading.Lock()
 
 @atexit.register
 def close() -> None:
-    """End the mothers; their children go on."""
+    """End all mothers. Their children continue."""
     with _lock:
         while _mothers:
             _mothers.popitem()[1].close()
 
 
 def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
-    """One message, empty at the end of a connection; None when nothing came in time."""
+    """Return one message, empty at the end of the connection; None after ``timeout_s`` seconds."""
     poll = select.poll()
     poll.register(status, select.POLLIN)
     ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
@@ -201,7 +200,7 @@ def _serve(module: str, model: str, descriptor: int) -> None:
     driver = importlib.import_module(module)
     driver.preload(model)
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for minders
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for minders
     with socket.socket(fileno=descriptor) as asked:
         asked.set_inheritable(False)
         while True:
@@ -219,7 +218,7 @@ def _serve(module: str, model: str, descriptor: int) -> None:
 
 
 def _mind(driver: Any, connection: int, log: int, status: int) -> None:
-    """Fork the child, tell its pid and how it ended, and end."""
+    """Fork the child, send its pid and its exit status, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -227,7 +226,7 @@ def _mind(driver: Any, connection: int, log: int, status: int) -> None:
         _be_child(driver, connection, log)
     os.close(connection)
     os.close(log)
-    with contextlib.suppress(OSError):  # who asked is gone; the child sees that for itself
+    with contextlib.suppress(OSError):  # the asking process is gone; the child notices that itself
         os.write(status, b"%d" % pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.write(status, b"%d" % code)
@@ -235,7 +234,7 @@ def _mind(driver: Any, connection: int, log: int, status: int) -> None:
 
 
 def _be_child(driver: Any, connection: int, log: int) -> None:
-    """Run the driver and end, without tearing down the modules."""
+    """Run the driver, and end the process without tearing down the modules."""
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,4 +1,4 @@
-"""A serving engine in a process of its own, driven step by step.
+"""A serving engine in a child process, driven call by call.
 
     with EngineProcess(model, kvcore={"host": {"capacity": "1GiB"}}) as engine:
         [cold] = engine.generate([prompt], max_tokens=8)
@@ -6,10 +6,10 @@
         [warm] = engine.generate([prompt], max_tokens=8)
     assert warm.token_ids == cold.token_ids
 
-The one driver behind the demo, the engine tests and the benchmarks. Nothing here knows an engine:
-each adapter has a module ``kvcore_<engine>.driver`` which is run as the child and answers the calls
-listed in `serve`. Parent and child speak JSON, one object a line, over a socket of their own; what
-the engine prints goes to a log file.
+The demo, the engine tests and the benchmarks all use it. It knows no engine: each adapter has a
+module ``kvcore_<engine>.testing.driver``, which runs as the child and answers the calls listed in
+`serve`. Parent and child exchange JSON, one object per line, over a socket of their own. The
+engine's output goes to a log file.
 
     parent                                         child (python -m kvcore_vllm.testing.driver FD)
       start  {model, kvcore, engine arguments} ──▶   builds the engine
@@ -18,8 +18,8 @@ the engine prints goes to a log file.
       ◀── result or error, by id
       socket closed                            ──▶   shuts the engine down and ends
 
-The child leads a process group, so `kill` ends it with everything that it started, at once, as a
-crash would; `close` asks and waits. A parent that dies closes the socket, and the child follows.
+The child leads a process group. `kill` ends the group at once, as a crash would; `close` asks the
+engine to shut down and waits. If the parent dies, its socket closes and the child ends.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ __all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_
 START_TIMEOUT_S = 900.0
 CALL_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 300.0
-"""A quiet machine needs a tenth of these; a busy one, or one that is halted for a while, does not
-make a test fail."""
+"""Seconds. An idle machine needs a tenth; the rest is for a busy or suspended one."""
 
 
 _DRIVERS = {"reference": "kvcore.testing.engine.driver"}
-"""Modules of drivers that belong to no adapter's package."""
+"""Modules of drivers that are in no adapter's package."""
 
 
 class EngineFailed(KVCoreError):
-    """The engine answered a call with an error; the message is the engine's own."""
+    """The engine answered a call with an error. The message is the engine's own."""
 
 
 class EngineDied(KVCoreError):
-    """The engine's process ended before it answered; the message ends with its log's last lines."""
+    """The engine's process ended before it answered. The message ends with the tail of its log."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one request came to.
+    """The result of one request.
 
-    Times are wall-clock seconds measured beside the engine's own client, from the call to the first
-    and to the last token. `cached_tokens` is the engine's count of prompt tokens it did not compute
-    (its own cache and kvcore together); `kvcore` is what kvcore says about the request, with
-    ``reused_tokens`` and ``tiers`` (tokens by tier), empty without kvcore.
+    Times are wall-clock seconds from the call to the first and to the last token, measured next to
+    the engine's own client. `cached_tokens` is the engine's count of prompt tokens that it did not
+    compute, from its own cache and kvcore together. `kvcore` is kvcore's report on the request,
+    with ``reused_tokens`` and ``tiers`` (tokens by tier); it is empty without kvcore.
 
-    `sources` are cached tokens by where the engine itself had them, empty where it does not say.
+    `sources` counts the cached tokens by where the engine held them; it is empty if the engine does
+    not report that.
     """
 
     request_id: str
@@ -95,12 +95,12 @@ class Generation:
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens kvcore brought back."""
+        """Number of prompt tokens that kvcore provided."""
         return int(self.kvcore.get("reused_tokens", 0))
 
     @property
     def tiers(self) -> dict[str, int]:
-        """Reused tokens by the tier that held them."""
+        """Number of reused tokens by tier."""
         return dict(self.kvcore.get("tiers", {}))
 
 
@@ -108,24 +108,22 @@ class EngineProcess:
     """One engine in a child process. Methods may be called from several threads.
 
     Args:
-        model: a folder in Hugging Face's format, or a name the engine knows.
-        engine: which adapter drives it: ``vllm`` stands for the module
-        ``kvcore_vllm.testing.driver``,
-            ``reference`` for kvcore's own reference engine.
-        kvcore: kvcore's config as the engine's JSON would carry it; None leaves kvcore out.
-        python: interpreter of the environment that has the engine; by default this one's.
-        log: where the engine's output goes; by default a temporary file, removed by `close`.
-        env: added to this process's environment for the child; its PYTHONPATH stands before what
-            the child has anyway.
-        within: what goes before the child's command line: `kvcore_devtools.hosts.Host.command` has
-            it run on another host. It must become the child, and leave its open files alone.
-        forked: the child may be a fork of a process that has imported the engine
-            (`kvcore.harness.engine_forks`): for tests that start many vLLM or SGLang on a CPU.
-            Where there is a GPU, or with ``within``, it is a process as ever.
-        engine_args: the engine's own arguments, by the names its Python API has.
+        model: a folder in Hugging Face's format, or a name that the engine knows.
+        engine: the adapter that drives it. ``vllm`` stands for the module
+            ``kvcore_vllm.testing.driver``, ``reference`` for kvcore's own reference engine.
+        kvcore: kvcore's config as in the engine's JSON arguments. None leaves kvcore out.
+        python: interpreter of the environment that has the engine; by default this one.
+        log: file for the engine's output; by default a temporary file, which `close` removes.
+        env: environment variables to add for the child. PYTHONPATH goes before the child's own.
+        within: command that runs the child's command line, for example on another host
+            (`kvcore_devtools.hosts.Host.command`). It must exec the child, and keep its open files.
+        forked: True to let the child be a fork of a process that has imported the engine
+            (`kvcore.harness.engine_forks`), for tests that start many engines on a CPU. Ignored if
+            there is a GPU, and with ``within``.
+        engine_args: the engine's own arguments, by their names in its Python API.
 
-    The constructor starts the child and returns at once (a fork: when the engine was imported);
-    `wait_ready`, or the first call, waits.
+    The constructor starts the child and returns at once. With ``forked``, it returns when the
+    engine has been imported. `wait_ready` and the first call block until the engine is ready.
     """
 
     def __init__(
@@ -176,8 +174,8 @@ class EngineProcess:
     def _start(
         self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
     ) -> Future[Any]:
-        told = None if kvcore is None else dict(kvcore)
-        return self._send("start", model=str(model), kvcore=told, **engine_args)
+        settings = None if kvcore is None else dict(kvcore)
+        return self._send("start", model=str(model), kvcore=settings, **engine_args)
 
     def __enter__(self) -> EngineProcess:
         self.wait_ready()
@@ -195,23 +193,23 @@ class EngineProcess:
             self.kill()
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """Block until the engine takes requests; what it says of itself (its version, say).
+        """Block until the engine accepts requests. Return its description, such as its version.
 
         Raises:
-            EngineDied: it did not start; with the end of its log.
-            EngineFailed: it refused its arguments.
+            EngineDied: the engine did not start. The message ends with the tail of its log.
+            EngineFailed: the engine rejected its arguments.
         """
         return dict(self._wait(self._ready, timeout_s))
 
     @property
     def pid(self) -> int:
-        """The child's process id, which is its process group's too."""
+        """The child's process id, which is also the id of its process group."""
         return self._process.pid
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], max_tokens: int = 16, **options: Any
     ) -> list[Generation]:
-        """Answer `prompts` greedily, all at once; results in their order. See `submit`."""
+        """Answer `prompts` greedily, all at once, and return results in order. See `submit`."""
         futures = [self.submit(prompt, max_tokens, **options) for prompt in prompts]
         return [self._wait(future, CALL_TIMEOUT_S) for future in futures]
 
@@ -235,18 +233,18 @@ class EngineProcess:
 
         Args:
             prompt: text, or token ids.
-            request_id: the name `abort` knows it by; made up when not given.
-            abort_after: abort it by itself when so many tokens have come (0: straight away).
-            ignore_eos: answer exactly `max_tokens` tokens.
-            cache_salt: keeps its KV apart from requests with another salt.
-            logprobs: ask for the log-probability of each token chosen (vLLM's CPU build compiles
-                something for the first such request: its times mean nothing).
-            lora: folder of LoRA weights to answer with.
-            image: picture that goes with the prompt, for a model that takes one.
-            fusion: what the request says of fusion (`kvcore.fusion.options`).
-            promise: what a prefill engine has said of the prompt's KV (vLLM and the reference
+            request_id: the request's name for `abort`; made up if not given.
+            abort_after: number of tokens after which to abort the request (0: at once).
+            ignore_eos: True to answer exactly `max_tokens` tokens.
+            cache_salt: requests with different salts share no KV.
+            logprobs: True to return the log-probability of each token. vLLM's CPU build compiles
+                code for the first such request, so its times mean nothing.
+            lora: folder of the LoRA weights to apply.
+            image: picture for the prompt, if the model takes one.
+            fusion: fusion options of the request (`kvcore.fusion.options`).
+            promise: what a prefill engine returned for the prompt's KV (vLLM and the reference
                 engine only).
-            traceparent: the W3C trace that it belongs to, for an engine that traces.
+            traceparent: the W3C trace of the request, for an engine that traces.
         """
         self.wait_ready()
         call = self._send(
@@ -267,59 +265,60 @@ class EngineProcess:
         return _then(call, lambda reply: Generation(**reply))
 
     def abort(self, request_id: str) -> None:
-        """Abort a running request; its future gives what came until then."""
+        """Abort a running request. Its future returns the tokens so far."""
         self._call("abort", request_id=request_id)
 
     def reset_prefix_cache(self, *, connector: bool = False, timeout_s: float = 30.0) -> None:
-        """Empty the engine's own prefix cache (with `connector`: kvcore too).
+        """Empty the engine's own prefix cache, and with `connector` also kvcore's tiers.
 
-        Blocks until it is empty: pages that are still being saved are let go first.
+        Blocks until it is empty. Pages are released only once their saves have ended.
 
         Raises:
-            EngineFailed: pages were still in use after `timeout_s`.
+            EngineFailed: pages were still in use after `timeout_s` seconds.
         """
         self._call("reset_prefix_cache", connector=connector, timeout_s=timeout_s)
 
     def settle(self, timeout_s: float = 200.0) -> None:
-        """Block until what was being saved is published, as far as the engine can tell.
+        """Block until all saves are published, as far as the engine can tell.
 
         Raises:
-            EngineFailed: saves were still under way after `timeout_s`.
+            EngineFailed: saves were still in flight after `timeout_s` seconds.
         """
         self._call("settle", timeout_s=timeout_s)
 
     def metrics(self) -> dict[str, float]:
-        """The engine's Prometheus samples by name with labels, ``name{a="b"}``."""
+        """Return the engine's Prometheus samples by name with labels, ``name{a="b"}``."""
         return dict(self._call("metrics"))
 
     def stop(self) -> None:
-        """Let the engine shut down and wait for it, as `close` does, and keep the child: `restart`
-        has it start another.
+        """Shut the engine down as `close` does, but keep the child for `restart`.
 
         Raises:
-            EngineFailed: the driver of this engine cannot.
+            EngineFailed: this engine's driver does not support it.
         """
         self._call("stop")
 
     def restart(
         self, model: str | Path, *, kvcore: Mapping[str, Any] | None = None, **engine_args: Any
     ) -> None:
-        """Start an engine in the place of the one that was stopped, and return at once. The child
-        need not import its modules again, and has the environment that it had."""
+        """Start an engine in the child of a stopped one, and return at once.
+
+        The child has its modules imported already, and keeps its environment.
+        """
         self._ready = self._start(model, kvcore, engine_args)
 
     def kill(self) -> None:
-        """End the child and all it started with SIGKILL, as a crash would, and wait for it."""
+        """End the child and its descendants with SIGKILL, as in a crash, and wait for it."""
         self._closing = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._end(CLOSE_TIMEOUT_S)
 
     def close(self) -> None:
-        """Let the engine shut down and wait for it, so that saves under way are finished.
+        """Shut the engine down and wait, so that saves in flight are finished.
 
         Raises:
-            EngineDied: it did not end in time and was killed, or ended with an error.
+            EngineDied: it did not end in time and was killed, or it ended with an error.
         """
         if self._closing:
             return
@@ -364,7 +363,7 @@ class EngineProcess:
             raise self._died(f"did not answer within {timeout_s:.0f} s") from error
 
     def _read(self) -> None:
-        """Hand every reply to who waits for it; when the child is gone, tell all who wait."""
+        """Resolve the future of each reply. When the child has ended, fail those that are left."""
         with contextlib.suppress(OSError), self._socket.makefile("rb") as replies:
             for line in replies:
                 reply = json.loads(line)
@@ -387,7 +386,7 @@ class EngineProcess:
         return EngineDied(f"the engine (process {self.pid}) {what}; its log ends:\n{tail}")
 
     def _end(self, timeout_s: float) -> None:
-        """Reap the child, end what it left behind, and let go of socket and log."""
+        """Reap the child, end its descendants, and close socket and log."""
         self._process.wait(timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -402,16 +401,16 @@ class EngineProcess:
 
 
 async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:
-    """The child's half: answer the parent's calls until it closes the socket.
+    """Answer the parent's calls until it closes the socket. The child runs this.
 
-    Each line starts a task of its own, so calls overlap. A handler's result goes back as JSON; its
-    exception goes back as text and is raised in the parent as `EngineFailed`.
+    Each line starts a task of its own, so calls overlap. A handler's result is sent back as JSON.
+    Its exception is sent back as text, and raised in the parent as `EngineFailed`.
 
     Args:
         descriptor: the socket's file descriptor, from the command line.
-        handlers: by call name; each takes the call's arguments by name. A driver has ``start``,
-            ``generate``, ``abort``, ``reset_prefix_cache``, ``settle`` and ``metrics``, as
-            `EngineProcess` has, and ``stop`` where it can start a second engine.
+        handlers: handlers by call name. Each takes the call's arguments by name. A driver has
+            ``start``, ``generate``, ``abort``, ``reset_prefix_cache``, ``settle`` and ``metrics``,
+            as in `EngineProcess`, and ``stop`` if it can start a second engine.
     """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
@@ -438,13 +437,13 @@ async def serve(descriptor: int, handlers: Mapping[str, Callable[..., Awaitable[
 
 
 def sample_name(name: str, labels: Mapping[str, str]) -> str:
-    """What `EngineProcess.metrics` calls a Prometheus sample: ``name{a="b"}``."""
+    """Return the key of a Prometheus sample in `EngineProcess.metrics`: ``name{a="b"}``."""
     inside = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
     return f"{name}{{{inside}}}" if inside else name
 
 
 def _then(first: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
-    """A future of `change(first's result)`, with first's exception if it has one."""
+    """Return a future of ``change(result of first)``. It fails if ``first`` fails."""
     second: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:
@@ -461,7 +460,7 @@ def _then(first: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:
 def _run(
     command: Sequence[str], theirs: socket.socket, env: Mapping[str, str], log: Path
 ) -> subprocess.Popen[bytes]:
-    """The child as a process that imports everything itself."""
+    """Start the child as a process that imports everything itself."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -481,19 +480,19 @@ def _temporary_log(engine: str) -> Path:
 
 
 def _environment(engine: str, added: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: this process's, and ``added``."""
+    """Return the child's environment: this process's, with ``added``."""
     path = filter(None, [added.get("PYTHONPATH"), _python_path(engine)])
     return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _python_path(engine: str) -> str:
-    """PYTHONPATH for a child: this one's, with the source tree's folders where we run from one."""
+    """Return the child's PYTHONPATH: this process's, plus the source folders of a checkout."""
     root = Path(__file__).resolve().parents[2]
     sources = root / "adapters" / engine
     packaged = engine in _DRIVERS or importlib.util.find_spec(f"kvcore_{engine}") is not None
     if not sources.is_dir() and not packaged:
         raise UnsupportedError(
-            f"no adapter for engine {engine!r}: the package kvcore_{engine} is not installed"
+            f"engine {engine!r} has no adapter: install the package kvcore_{engine}"
         )
     if engine in _DRIVERS:
         parts = [str(root)]

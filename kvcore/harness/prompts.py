@@ -1,4 +1,4 @@
-"""Prompts as token ids: made up, or of real text, windows of the standard library's sources."""
+"""Prompts as token ids: random ones, and windows of the standard library's source text."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ SOURCES = (
 
 
 def words(seed: int, count: int, ids: range = range(1, 512)) -> list[int]:
-    """Random ids: prompts of different seeds share nothing. 0 is none of them: it is padding."""
+    """Return random token ids without 0, which is padding. Different seeds share no prefix."""
     picks = random.Random(seed)
     return [picks.randrange(ids.start, ids.stop) for _ in range(count)]
 
 
 @cache
 def tokens(model: Path) -> list[int]:
-    """A long run of tokens of Python's own standard library."""
+    """Return many tokens of the source text of Python's standard library."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -61,14 +61,14 @@ def tokens(model: Path) -> list[int]:
 
 
 def windows(model: Path, count: int, shortest: int, longest: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of random length, all from different places."""
+    """Return ``count`` windows of source text, of random length and from different places."""
     text, picks = tokens(model), random.Random(seed)
     stride = (len(text) - longest) // count
     return [text[i * stride : i * stride + picks.randint(shortest, longest)] for i in range(count)]
 
 
 def mixed(model: Path, chunks: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of three chunks each, in another order, between words of their own."""
+    """Return ``count`` prompts of three random chunks each, with other tokens between them."""
     picks, words = random.Random(seed), windows(model, 4 * count, 5, 40, seed=seed)
     made = []
     for number in range(count):

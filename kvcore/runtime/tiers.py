@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvcore.config import BackingConfig, Config
 from kvcore.config.paths import folder_of
-from kvcore.config.schema import DiskConfig
+from kvcore.config.schema_tiers import DiskConfig
 from kvcore.errors import TierError, UnsupportedError
 from kvcore.index import TierSpec
 from kvcore.index.policy.admission import Always, OnNthUse

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore._util.zmq_socket import Context, make_socket, zmq
-from kvcore.config.schema import ServerConfig
+from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
 from kvcore.server.curve_keys import lock_client

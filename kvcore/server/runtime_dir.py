@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.config.paths import folder_of
-from kvcore.config.schema import ServerConfig
+from kvcore.config.schema_server import ServerConfig
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.memory.hugepages import SharedPages, gives_huge_pages
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from kvcore import __version__
 from kvcore.config.paths import folder_of
-from kvcore.config.schema import ServerConfig
+from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription

@@ -50,7 +50,7 @@ class PageTable:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` fresh pages. Raises CapacityError if fewer are available."""
         if count > self.available:
-            raise CapacityError(f"{count} pages asked for, {self.available} available")
+            raise CapacityError(f"{count} pages requested, {self.available} available")
         while len(self._free) < count:
             self._evict()
         taken, self._free = self._free[:count], self._free[count:]

@@ -79,7 +79,7 @@ class Ranks:
         if self._barrier.wait() == 0:
             self.collectives += 1
         found = list(self._slots)
-        self._barrier.wait()  # nobody writes again before everybody has read
+        self._barrier.wait()  # no rank writes again before every rank has read
         return found
 
 

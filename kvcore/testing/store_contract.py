@@ -1,4 +1,4 @@
-"""The contract of every remote store, as pytest tests. Subclass `StoreContract` in a test file:
+"""The contract of every remote store, as pytest tests to subclass in a test file.
 
 class TestMyStore(StoreContract):
     def make_store(self):
@@ -31,6 +31,7 @@ __all__ = ["StoreContract", "fetch", "value"]
 
 
 def value(seed: int, nbytes: int) -> bytes:
+    """Return ``nbytes`` random bytes. Equal arguments give equal bytes."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -94,6 +95,7 @@ class StoreContract:
     """Size of a value in bytes: a block with its header."""
 
     def make_store(self) -> BlockStore:
+        """Return a new client of the store. Must be overridden."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -104,7 +106,7 @@ class StoreContract:
 
     @pytest.fixture
     def folder(self) -> str:
-        """A name prefix that no other test uses."""
+        """Return a name prefix that no other test uses."""
         return f"contract/{uuid.uuid4().hex}"
 
     def names(self, folder: str, count: int) -> list[str]:

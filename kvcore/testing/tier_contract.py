@@ -1,4 +1,4 @@
-"""The contract of every tier, as pytest tests. Subclass `TierContract` in a test file of your own:
+"""The contract of every tier, as pytest tests to subclass in a test file.
 
 class TestMyTier(TierContract):
     persistent = True
@@ -87,6 +87,7 @@ class TierContract:
     """If true, use memory that does not start on a page."""
 
     def make_tier(self, folder: Path) -> Tier:
+        """Return an open tier of ``num_slots`` slots, stored in ``folder``. Must be overridden."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -99,7 +100,7 @@ class TierContract:
         """Return ``count`` blocks for the first slots."""
         return [Block(slot, first_seed + slot, tier.slot_nbytes, self.odd) for slot in range(count)]
 
-    # -- reads give what was written --------------------------------------------------------
+    # -- reads return what was written ------------------------------------------------------
 
     def test_a_batch_comes_back_byte_for_byte(self, tier: Tier) -> None:
         blocks = self.blocks(tier, self.num_slots)
@@ -146,7 +147,7 @@ class TierContract:
             for done in [pool.submit(work, slot) for slot in range(self.num_slots)]:
                 done.result()
 
-    # -- and nothing else -------------------------------------------------------------------
+    # -- reads return nothing else ----------------------------------------------------------
 
     def test_an_empty_slot_is_not_read(self, tier: Tier) -> None:
         with pytest.raises(CorruptBlock):
@@ -188,7 +189,7 @@ class TierContract:
         assert [error is None for error in tier.read(requests)] == [True, False, False, False, True]
         assert [bytes(buffers[0]), bytes(buffers[4])] == [block.data for block in good]
 
-    # -- what is there ----------------------------------------------------------------------
+    # -- scan, integrity and restart --------------------------------------------------------
 
     def test_scan_tells_what_can_be_read(self, tier: Tier) -> None:
         blocks = self.blocks(tier, 4)

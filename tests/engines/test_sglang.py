@@ -27,11 +27,11 @@ from kvcore.harness.compare import (
     ANSWER,
     SETTLE_S,
     Reference,
-    all_from,
     answers,
+    assert_all_from,
+    assert_same_answers,
     counted,
-    same,
-    settled,
+    settle_and_empty,
     sglang_tiers,
     small_engine,
 )
@@ -113,7 +113,7 @@ def written(
     folder, asked = tmp_path_factory.mktemp("written"), documents[:WRITTEN]
     with engine(model, sglang_tiers(folder), tp_size=2) as process:
         cold = answers(process, asked)
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, asked, batch=4)
     return Written(folder, asked, cold, warm)
 
@@ -154,7 +154,7 @@ def test_the_engine_agrees_with_itself(
     plain: EngineProcess, reference: Ask, documents: list[list[int]]
 ) -> None:
     """In other batches it answers the same."""
-    same(answers(plain, documents[:12], batch=4), reference(documents[:12]))
+    assert_same_answers(answers(plain, documents[:12], batch=4), reference(documents[:12]))
 
 
 def test_attention_for_benchmarks_answers_alike(
@@ -164,7 +164,7 @@ def test_attention_for_benchmarks_answers_alike(
     with engine(model, None, attention_backend=ROWS, chunked_prefill_size=64) as process:
         for _ in range(2):
             found = answers(process, documents[:8], batch=3)
-            same(found, reference(documents[:8]))
+            assert_same_answers(found, reference(documents[:8]))
     assert min(answer.sources["device"] for answer in found) > 0
 
 
@@ -172,10 +172,10 @@ def test_attention_for_benchmarks_answers_alike(
 
 
 def test_two_ranks_answer_alike_from_host_memory(reference: Ask, written: Written) -> None:
-    same(written.cold, reference(written.asked))
-    same(written.warm, reference(written.asked))
+    assert_same_answers(written.cold, reference(written.asked))
+    assert_same_answers(written.warm, reference(written.asked))
     assert sum(answer.reused_tokens for answer in written.cold) == 0
-    all_from("host", written.warm, [(len(p) - 1) // BLOCK * BLOCK for p in written.asked])
+    assert_all_from("host", written.warm, [(len(p) - 1) // BLOCK * BLOCK for p in written.asked])
 
 
 def test_what_two_ranks_wrote_is_read_after_a_restart(
@@ -183,27 +183,27 @@ def test_what_two_ranks_wrote_is_read_after_a_restart(
 ) -> None:
     """By one rank, under any page size: first from disk, then from host memory."""
     restarted = answers(served.process, written.asked, batch=3)
-    same(restarted, reference(written.asked))
-    all_from("disk", restarted, served.reusable(written.asked))
-    settled(served.process)
+    assert_same_answers(restarted, reference(written.asked))
+    assert_all_from("disk", restarted, served.reusable(written.asked))
+    settle_and_empty(served.process)
     again = answers(served.process, written.asked[:6])
-    same(again, reference(written.asked[:6]))
-    all_from("host", again, served.reusable(written.asked[:6]))
+    assert_same_answers(again, reference(written.asked[:6]))
+    assert_all_from("host", again, served.reusable(written.asked[:6]))
 
 
 def test_whole_and_partial_hits(served: Served, reference: Ask, model: Path) -> None:
     asked, process = served.documents, served.process
     cold = answers(process, asked)
-    same(cold, reference(asked))
+    assert_same_answers(cold, reference(asked))
     assert sum(answer.reused_tokens for answer in cold) == 0
-    settled(process)
+    settle_and_empty(process)
     warm = answers(process, asked)
-    same(warm, reference(asked))
-    all_from("host", warm, served.reusable(asked))
-    settled(process)
+    assert_same_answers(warm, reference(asked))
+    assert_all_from("host", warm, served.reusable(asked))
+    settle_and_empty(process)
     cuts = _branches(model, asked)
     branched = answers(process, [prompt for prompt, _ in cuts], batch=4)
-    same(branched, reference([prompt for prompt, _ in cuts]))
+    assert_same_answers(branched, reference([prompt for prompt, _ in cuts]))
     least = max(served.page, BLOCK)
     for answer, (_, cut) in zip(branched, cuts, strict=True):
         assert answer.reused_tokens > cut - 2 * least, "the document's part was not brought back"
@@ -221,14 +221,14 @@ def _branches(model: Path, documents: Sequence[list[int]]) -> list[tuple[list[in
 
 def test_the_next_turn_finds_the_answer_too(served: Served, reference: Ask) -> None:
     asked = served.documents[:4]
-    same(answers(served.process, asked), reference(asked))
+    assert_same_answers(answers(served.process, asked), reference(asked))
     follow = [
         [*document, *answer.token_ids, *range(300, 340)]
         for document, answer in zip(asked, reference(asked), strict=True)
     ]
-    settled(served.process)
+    settle_and_empty(served.process)
     turns = answers(served.process, follow)
-    same(turns, reference(follow))
+    assert_same_answers(turns, reference(follow))
     least = max(served.page, BLOCK)
     assert all(t.reused_tokens > len(d) - least for t, d in zip(turns, asked, strict=True))
 
@@ -237,13 +237,13 @@ def test_another_tenants_kv_is_not_to_be_had(served: Served, reference: Ask) -> 
     """And one's own is."""
     asked = served.documents[:2]
     first = answers(served.process, asked, cache_salt="tenant-a")
-    settled(served.process)
+    settle_and_empty(served.process)
     second = answers(served.process, asked, cache_salt="tenant-a")
     other = answers(served.process, asked, cache_salt="tenant-b")
     for got in (first, second, other):
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
     assert sum(answer.reused_tokens for answer in [*first, *other]) == 0
-    all_from("host", second, served.reusable(asked))
+    assert_all_from("host", second, served.reusable(asked))
 
 
 def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Path) -> None:
@@ -254,8 +254,8 @@ def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Pa
         futures = [served.process.submit(p, 64, abort_after=after) for p in prompts]
         for future in futures:
             future.result(600)
-        settled(served.process)
-    same(answers(served.process, prompts, batch=4), reference(prompts))
+        settle_and_empty(served.process)
+    assert_same_answers(answers(served.process, prompts, batch=4), reference(prompts))
     assert counted(served.process, "kvcore_failures_total") == before
 
 
@@ -265,22 +265,22 @@ def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Pa
 def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference: Ask) -> None:
     """Every copy into the engine's pages fails for a while, also of prompts in chunks."""
     asked, process = served.documents[:6], served.process
-    same(answers(process, asked), reference(asked))
-    settled(process)
+    assert_same_answers(answers(process, asked), reference(asked))
+    settle_and_empty(process)
     before = counted(process, "kvcore_misses_total", reason="load_failed")
     served.fails.touch()
     try:
         got = answers(process, asked, batch=3)
     finally:
         served.fails.unlink()
-    same(got, reference(asked))
+    assert_same_answers(got, reference(asked))
     assert all(answer.finish_reason == "length" for answer in got)
     failed = counted(process, "kvcore_misses_total", reason="load_failed") - before
     assert failed >= len(asked)
-    settled(process)
+    settle_and_empty(process)
     healed = answers(process, asked)
-    same(healed, reference(asked))
-    all_from("host", healed, served.reusable(asked))
+    assert_same_answers(healed, reference(asked))
+    assert_all_from("host", healed, served.reusable(asked))
 
 
 def test_a_rotten_disk_costs_time_not_correctness(
@@ -297,11 +297,11 @@ def test_a_rotten_disk_costs_time_not_correctness(
             file.write(b"\xa5" * 64)
     with engine(model, sglang_tiers(tmp_path)) as process:
         got = answers(process, written.asked, batch=4)
-        same(got, reference(written.asked))
+        assert_same_answers(got, reference(written.asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, written.asked)
-        same(healed, reference(written.asked))
+        assert_same_answers(healed, reference(written.asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
 
 
@@ -335,24 +335,24 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
     asked = windows(model, 8, 700, 800, seed=60)
     others = [[7 + i, *prompt[:250]] for i, prompt in enumerate(asked[:3])]  # no prefix of any
     with engine(model, kvcore, env, tp_size=2) as process:
-        same(answers(process, asked), reference(asked))
-        settled(process)
+        assert_same_answers(answers(process, asked), reference(asked))
+        settle_and_empty(process)
         write_rules(rules, Rule(Fault.HANG, Seam.TIER_READ, seconds=600))
         try:
             far = [process.submit(prompt, ANSWER) for prompt in asked[:2]]
             lost = process.submit(asked[2], ANSWER, abort_after=0)
-            same(answers(process, others), reference(others))
+            assert_same_answers(answers(process, others), reference(others))
             lost.result(600)
             assert not any(future.done() for future in far), "nobody waited for the tier"
         finally:
             write_rules(rules)
         got = [future.result(600) for future in far]
-        same(got, reference(asked[:2]))
-        all_from("far", got, [(len(p) - 1) // BLOCK * BLOCK for p in asked[:2]])
-        same(answers(process, asked, batch=4), reference(asked))
-        settled(process)
+        assert_same_answers(got, reference(asked[:2]))
+        assert_all_from("far", got, [(len(p) - 1) // BLOCK * BLOCK for p in asked[:2]])
+        assert_same_answers(answers(process, asked, batch=4), reference(asked))
+        settle_and_empty(process)
         assert counted(process, "kvcore_misses_total", reason="load_failed") == 0
-        same(answers(process, asked), reference(asked))
+        assert_same_answers(answers(process, asked), reference(asked))
         assert counted(process, SAVED, way="recompute") > 0, "it is counted by default"
 
 
@@ -417,7 +417,7 @@ def _flush_forgets_everything(
     """Unless it was told otherwise: SGLang flushes when its weights were changed."""
     process.reset_prefix_cache(connector=True, timeout_s=200)
     forgotten = answers(process, asked)
-    same(forgotten, reference(asked))
+    assert_same_answers(forgotten, reference(asked))
     assert sum(answer.reused_tokens for answer in forgotten) == 0
 
 
@@ -444,7 +444,7 @@ def test_records_say_what_happened(served: Served, model: Path, reference: Ask) 
 
     def ask(name: str, prompt: list[int], **options: Any) -> None:
         [got[name]] = answers(served.process, [prompt], request_id=name, **options)
-        settled(served.process)
+        settle_and_empty(served.process)
 
     ask("cold", document)
     ask("warm", document)
@@ -457,7 +457,7 @@ def test_records_say_what_happened(served: Served, model: Path, reference: Ask) 
     finally:
         served.fails.unlink()
     for name in ("cold", "warm", "failed"):
-        same([got[name]], right)
+        assert_same_answers([got[name]], right)
     [whole] = served.reusable([document])
     records = {name: told(served, name) for name in got}
     assert records["cold"]["misses"] == [{"cause": "never seen"}]

@@ -19,13 +19,13 @@ one process serves."""
 def test_cases_and_a_clear_that_forgets(tmp_path: Path) -> None:
     with Kit(find_driver("sglang"), tmp_path) as kit:
         with kit.engine() as engine:
-            ask = Ask(kit.words(9000, 150))
+            ask = Ask(kit.tokens(9000, 150))
             kit.stored(engine, [ask])
             [found] = engine.ask([ask])
             assert found.reused == {"host": kit.reusable(ask)}
             engine.clear()
             [computed] = engine.ask([ask])
-            kit.same([found, computed], [ask, ask])
+            kit.assert_same([found, computed], [ask, ask])
             assert not computed.reused, "what was cleared was found"
         results = run(kit, [one for one in CASES if one.name in QUICK])
     assert {r.case: (r.outcome, r.why) for r in results} == dict.fromkeys(QUICK, ("passed", ""))

@@ -17,10 +17,10 @@ from kvcore.harness.compare import (
     REUSE,
     Reference,
     answers,
+    assert_same_answers,
     blended,
     counted,
-    same,
-    settled,
+    settle_and_empty,
     small_engine,
     warm,
 )
@@ -64,7 +64,7 @@ def process(model: Path) -> Iterator[EngineProcess]:
 @pytest.fixture
 def warmed(process: EngineProcess, chunks: list[list[int]]) -> EngineProcess:
     """That engine, knowing the chunks; its own tree is empty."""
-    settled(process)
+    settle_and_empty(process)
     warm(process, chunks)
     return process
 
@@ -80,7 +80,7 @@ def test_everything_recomputed_is_the_engines_own_answer(
     decoding = warmed.submit(own, 150, fusion=EXACT)
     for batch in (1, 4):
         got = answers(warmed, asked, batch=batch, fusion=ALL)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert min(blended(got)) >= 400, blended(got)
     assert decoding.result(600).token_ids[:ANSWER] == reference([own])[0].token_ids
     assert counted(warmed, "kvcore_blends_total", outcome="blended") == 16
@@ -94,7 +94,7 @@ def test_blends_side_by_side_share_nothing(
     asked = mixed(model, chunks, 6, seed=3)
     alone = answers(warmed, asked, fusion={"ratio": 0.2})
     together = answers(warmed, asked, batch=6, fusion={"ratio": 0.2})
-    same(together, alone)
+    assert_same_answers(together, alone)
     assert min(blended(together)) >= 400
     exact = reference(asked)
     assert any(a.token_ids != b.token_ids for a, b in zip(alone, exact, strict=True))
@@ -106,15 +106,15 @@ def test_an_exact_prefix_comes_first(
     """What the tree holds is kept, what host memory holds is loaded; chunks stand behind."""
     [opening] = windows(model, 1, 320, 320, seed=42)
     asked = [[*opening, 5, *chunk, 6, 7] for chunk in chunks[:3]]
-    same(answers(warmed, [opening], fusion=EXACT), reference([opening]))
+    assert_same_answers(answers(warmed, [opening], fusion=EXACT), reference([opening]))
     on_device = answers(warmed, asked, fusion=ALL)
-    same(on_device, reference(asked))
+    assert_same_answers(on_device, reference(asked))
     assert all(set(a.tiers) == {"blend"} for a in on_device), [a.tiers for a in on_device]
     for answer, made in zip(on_device, blended(on_device), strict=True):
         assert answer.cached_tokens >= 320 + made
-    settled(warmed)
+    settle_and_empty(warmed)
     from_host = answers(warmed, asked, batch=3, fusion=ALL)
-    same(from_host, reference(asked))
+    assert_same_answers(from_host, reference(asked))
     assert all(a.tiers["host"] >= 304 for a in from_host), [a.tiers for a in from_host]
     assert min(blended(from_host)) >= 64
 
@@ -126,9 +126,9 @@ def test_wishes_that_make_no_sense(
     wrong: dict[str, Any] = {"ratio": 1.5, "chunks": [[10, 5]], "share": 0.1}
     for name, value in wrong.items():
         got = answers(warmed, asked, fusion={name: value})
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert name in got[0].kvcore["fusion"]["error"]
-        settled(warmed)
+        settle_and_empty(warmed)
 
 
 def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
@@ -146,23 +146,23 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         right = reference(asked)
         assert sum(a.token_ids != b.token_ids for a, b in zip(rough, right, strict=True)) >= 4
         turns = [[*p, *a.token_ids, 5, 6, 7] for p, a in zip(asked, rough, strict=True)]
-        same(answers(process, turns[4:6], fusion=EXACT), reference(turns[4:6]))
-        same(answers(process, asked[:4], fusion=EXACT), right[:4])
+        assert_same_answers(answers(process, turns[4:6], fusion=EXACT), reference(turns[4:6]))
+        assert_same_answers(answers(process, asked[:4], fusion=EXACT), right[:4])
         again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
-        same(again, right[:4])
-        settled(process)
-        same(answers(process, turns[6:], fusion=EXACT), reference(turns[6:]))
-        same(answers(process, asked[4:6], fusion=EXACT), right[4:6])
+        assert_same_answers(again, right[:4])
+        settle_and_empty(process)
+        assert_same_answers(answers(process, turns[6:], fusion=EXACT), reference(turns[6:]))
+        assert_same_answers(answers(process, asked[4:6], fusion=EXACT), right[4:6])
     first, second = len(chunks[4]), len(chunks[0])
     pair = chunks[4] + chunks[0] + [5] * 9
     with engine(model, settings, page_size=16) as process:
         [found] = answers(process, [pair], fusion=ALL)
-        settled(process)
+        settle_and_empty(process)
         [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
-        same([found, marked], reference([pair, pair]))
+        assert_same_answers([found, marked], reference([pair, pair]))
         assert min(blended([found, marked])) >= second - 32
         assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
-        same(answers(process, asked, fusion=EXACT), right)
+        assert_same_answers(answers(process, asked, fusion=EXACT), right)
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
@@ -175,7 +175,7 @@ def test_other_shapes_of_models(arch: str) -> None:
         warm(process, chunks)
         rough = answers(process, asked, fusion=REUSE)
         got = answers(process, asked, fusion=ALL)
-        same(got, answers(process, asked, fusion=EXACT))
+        assert_same_answers(got, answers(process, asked, fusion=EXACT))
     assert min(blended(got)) >= 400
     assert any(a.token_ids != b.token_ids for a, b in zip(rough, got, strict=True))
 
@@ -188,9 +188,9 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
-        settled(process)
+        settle_and_empty(process)
         second = answers(process, asked, fusion=REUSE)
-        same(second, first)
+        assert_same_answers(second, first)
         assert blended(first) + blended(second) == [0, 0, 0, 0]
         assert sum(a.reused_tokens for a in second) > 0
         assert "exact prefixes only" in process.log.read_text()
@@ -222,7 +222,7 @@ def test_a_future_token_changes_no_earlier_row_and_chunks_that_fail_are_computed
         flag.touch()
         failed = answers(process, asked, batch=2, fusion=ALL)
         flag.unlink()
-        same(failed, answers(process, asked, fusion=EXACT, cache_salt="apart"))
+        assert_same_answers(failed, answers(process, asked, fusion=EXACT, cache_salt="apart"))
         assert all("error" in a.kvcore["fusion"] for a in failed), [a.kvcore for a in failed]
         assert counted(process, "kvcore_blends_total", outcome="failed") > 0
 
@@ -281,7 +281,7 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     two: dict[str, Any] = {"tp_size": 2, "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
     with engine(model, config(), **two) as process:
         warm(process, chunks)
-        same(answers(process, asked, fusion={"ratio": 0.2}), single)
+        assert_same_answers(answers(process, asked, fusion={"ratio": 0.2}), single)
         everything = answers(process, asked, fusion=ALL)
-        same(everything, reference(asked))
+        assert_same_answers(everything, reference(asked))
         assert min(blended(everything)) >= 400

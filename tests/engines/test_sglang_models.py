@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.compare import all_from, answers, same, settled, sglang_tiers, small_engine
+from kvcore.harness.compare import (
+    answers,
+    assert_all_from,
+    assert_same_answers,
+    settle_and_empty,
+    sglang_tiers,
+    small_engine,
+)
 from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import windows
 
@@ -38,16 +45,16 @@ def test_latent_attention(tmp_path: Path) -> None:
     assert len({tuple(answer.token_ids) for answer in expected}) > len(prompts) * 0.8
     with engine(tiny, sglang_tiers(tmp_path)) as process:
         cold = answers(process, prompts)
-        same(cold, expected)
+        assert_same_answers(cold, expected)
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=4)
-        same(warm, expected)
-        all_from("host", warm, whole(prompts))
+        assert_same_answers(warm, expected)
+        assert_all_from("host", warm, whole(prompts))
     with engine(tiny, sglang_tiers(tmp_path), page_size=64) as process:
         got = answers(process, prompts, batch=3)
-        same(got, expected)
-        all_from("disk", got, whole(prompts, 64))
+        assert_same_answers(got, expected)
+        assert_all_from("disk", got, whole(prompts, 64))
 
 
 def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
@@ -60,21 +67,21 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
     replicas = {"dp_size": 2, "load_balance_method": "round_robin"}
     with engine(real, sglang_tiers(tmp_path), **replicas) as process:
         cold = answers(process, prompts)
-        same(cold, expected)
+        assert_same_answers(cold, expected)
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, prompts)  # an even number in the same order: to the same replicas
-        same(warm, expected)
-        all_from("host", warm, whole(prompts))
+        assert_same_answers(warm, expected)
+        assert_all_from("host", warm, whole(prompts))
         assert "the tier disk is off" in process.log.read_text()
     with engine(real, sglang_tiers(tmp_path)) as process:
         got = answers(process, prompts, batch=2)
-        same(got, expected)
+        assert_same_answers(got, expected)
         kept = [i for i, answer in enumerate(got) if answer.reused_tokens]
         assert kept in ([0, 2, 4], [1, 3, 5]), (
             "every other prompt went to the replica with the disk"
         )
-        all_from("disk", [got[i] for i in kept], whole([prompts[i] for i in kept]))
+        assert_all_from("disk", [got[i] for i in kept], whole([prompts[i] for i in kept]))
 
 
 def test_sliding_windows(tmp_path: Path) -> None:
@@ -85,8 +92,8 @@ def test_sliding_windows(tmp_path: Path) -> None:
     with engine(tiny, None, disable_radix_cache=True) as process:
         expected = answers(process, prompts)
     with engine(tiny, sglang_tiers(tmp_path)) as process:
-        same(answers(process, prompts), expected)
-        settled(process)
+        assert_same_answers(answers(process, prompts), expected)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=3)
-        same(warm, expected)
-        all_from("host", warm, whole(prompts))
+        assert_same_answers(warm, expected)
+        assert_all_from("host", warm, whole(prompts))

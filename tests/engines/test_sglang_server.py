@@ -12,12 +12,20 @@ import pytest
 pytest.importorskip("zmq")
 
 from kvcore.config import load_config
-from kvcore.harness.compare import ALL, ANSWER, EXACT, answers, blended, settled, small_engine
+from kvcore.harness.compare import (
+    ALL,
+    ANSWER,
+    EXACT,
+    answers,
+    blended,
+    settle_and_empty,
+    small_engine,
+)
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
 from kvcore_devtools import shared_server_checks
-from kvcore_devtools.server_fixture import rested, server_process
+from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.shared_server_checks import LEAD, Pair, Texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -77,8 +85,8 @@ def test_both_share_a_server_and_a_killed_one_changes_no_answer(
             whole = [(len(prompt) - 1) // PAGE * PAGE for prompt in first]
             assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
             assert [answer.token_ids for answer in answers(sglang, second)] == plain(second)
-            settled(sglang)
-            rested(tmp_path / "kv")
+            settle_and_empty(sglang)
+            wait_until_idle(tmp_path / "kv")
             read = asked(reference, second)
             assert all(
                 count >= len(prompt) - BLOCK for count, prompt in zip(read, second, strict=True)
@@ -87,7 +95,7 @@ def test_both_share_a_server_and_a_killed_one_changes_no_answer(
             server.wait()
             gone = answers(sglang, prompts)
             assert [answer.token_ids for answer in gone] == plain(prompts)
-            settled(sglang)
+            settle_and_empty(sglang)
             again = answers(sglang, prompts)
             assert [answer.token_ids for answer in again] == plain(prompts)
             assert not any(answer.reused_tokens for answer in again), "there is nothing to reuse"
@@ -122,17 +130,17 @@ def test_two_ranks_load_and_blend_what_one_computed(
         made = answers(sglang, new, fusion=ALL)
         assert [answer.token_ids for answer in made] == texts.right[3:6]
         assert min(blended(made)) >= 400, [answer.kvcore for answer in made]
-        settled(sglang)
+        settle_and_empty(sglang)
         assert all(count < LEAD for count in asked(reference, new)), "blends are not stored"
         again = answers(sglang, [[5, *prompt] for prompt in known], fusion=EXACT)
-        settled(sglang)
-        rested(tmp_path / "kv")
+        settle_and_empty(sglang)
+        wait_until_idle(tmp_path / "kv")
         read = asked(reference, [[5, *prompt] for prompt in known])
         assert min(read) >= 400, "both ranks have stored their heads"
         server.kill()
         server.wait()
         texts.check(answers(sglang, texts.prompts, fusion=ALL))
-        settled(sglang)
+        settle_and_empty(sglang)
         gone = answers(sglang, [[5, *prompt] for prompt in known], fusion=ALL)
         assert [a.token_ids for a in gone] == [a.token_ids for a in again]
         assert not any(answer.reused_tokens for answer in gone), "there is nothing to reuse"

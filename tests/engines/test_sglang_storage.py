@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
-from kvcore.harness.compare import answers, same, small_engine
+from kvcore.harness.compare import answers, assert_same_answers, small_engine
 from kvcore.harness.engine_process import EngineDied, EngineProcess, Generation
 from kvcore.harness.prompts import windows
 
@@ -320,16 +320,16 @@ def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Pat
         expected = answers(process, prompts)
     args = hicache(tmp_path, page_size=page)
     with engine(model, None, **args) as process:
-        same(answers(process, prompts), expected)
+        assert_same_answers(answers(process, prompts), expected)
         stored(tmp_path, page, prompts)
     with engine(model, None, **args) as process:
         warm = answers(process, prompts)
-        same(warm, expected)
+        assert_same_answers(warm, expected)
         _from_storage(warm, prompts, page)
     _rot(next((tmp_path / "kv").rglob("shard-0.data")))
     with engine(model, None, **args) as process:
         got = answers(process, prompts)
-        same(got, expected)
+        assert_same_answers(got, expected)
         assert "a stored page is corrupt and was dropped" in process.log.read_text()
         assert sum(g.cached_tokens for g in got) < sum(w.cached_tokens for w in warm)
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.compare import answers, same, settled, sglang_tiers, small_engine
+from kvcore.harness.compare import (
+    answers,
+    assert_same_answers,
+    settle_and_empty,
+    sglang_tiers,
+    small_engine,
+)
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 
@@ -30,17 +36,17 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         of_vllm = answers(vllm, first)
     with small_engine(model, kvcore, engine="sglang", page_size=1) as sglang:
         read = answers(sglang, first)
-        same(read, of_vllm)
+        assert_same_answers(read, of_vllm)
         assert all(
             r.tiers.get("disk", 0) >= len(p) - BLOCK for r, p in zip(read, first, strict=True)
         )
         of_sglang = answers(sglang, second)
         assert sum(answer.reused_tokens for answer in of_sglang) == 0
-        settled(sglang)
-        same(answers(sglang, second), of_sglang)
+        settle_and_empty(sglang)
+        assert_same_answers(answers(sglang, second), of_sglang)
     with small_engine(model, kvcore, python=VLLM, block_size=128) as vllm:
         read = answers(vllm, second)
-        same(read, of_sglang)
+        assert_same_answers(read, of_sglang)
         assert all(
             r.tiers.get("disk", 0) >= len(p) - BLOCK for r, p in zip(read, second, strict=True)
         )

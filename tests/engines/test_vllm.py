@@ -19,7 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.compare import ANSWER, SMALL, SPACE, Reference, answers, counted, same, settled
+from kvcore.harness.compare import (
+    ANSWER,
+    SMALL,
+    SPACE,
+    Reference,
+    answers,
+    assert_same_answers,
+    counted,
+    settle_and_empty,
+)
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2, tiny_model
@@ -95,15 +104,15 @@ def test_host_disk_and_restart(
 
     with engine(model, kvcore, block_size=page) as process:
         cold = answers(process, asked)
-        same(cold, reference(asked))
+        assert_same_answers(cold, reference(asked))
         assert sum(answer.reused_tokens for answer in cold) == 0
-        settled(process)
+        settle_and_empty(process)
         warm = answers(process, asked)
-        same(warm, reference(asked))
+        assert_same_answers(warm, reference(asked))
         assert [w.tiers.get("host", 0) for w in warm] == [reused(d) for d in asked]
-        settled(process)
+        settle_and_empty(process)
         branched = answers(process, branches, batch=4)
-        same(branched, reference(branches))
+        assert_same_answers(branched, reference(branches))
         assert sum(answer.reused_tokens for answer in branched) > len(branches) * block
         if block == 16:
             _turns(process, reference, asked[:6])
@@ -115,11 +124,11 @@ def test_host_disk_and_restart(
             assert counted(process, saved, way="recompute") > 0, "it is counted by default"
     with engine(model, kvcore, block_size=page) as process:
         restarted = answers(process, asked, batch=3)
-        same(restarted, reference(asked))
+        assert_same_answers(restarted, reference(asked))
         assert [w.tiers.get("disk", 0) for w in restarted] == [reused(d) for d in asked]
-        settled(process)
+        settle_and_empty(process)
         again = answers(process, asked[:8])
-        same(again, reference(asked[:8]))
+        assert_same_answers(again, reference(asked[:8]))
         assert all("host" in answer.tiers for answer in again if answer.reused_tokens), (
             "what came from disk was not kept in host memory"
         )
@@ -135,15 +144,15 @@ def test_what_several_want_at_once_is_read_from_disk_once(
     alone, shared = windows(model, 2, 900, 900, seed=31)
     with engine(model, kvcore) as process:
         answers(process, [alone, shared])
-        settled(process)
+        settle_and_empty(process)
 
     def read(process: EngineProcess, asked: list[list[int]]) -> float:
         """Bytes that come from disk when these are asked for together."""
         before = counted(process, "kvcore_transfer_bytes_total", path="disk2h")
         got = answers(process, asked, batch=len(asked))
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert all(answer.cached_tokens > 800 for answer in got)
-        settled(process)
+        settle_and_empty(process)
         return counted(process, "kvcore_transfer_bytes_total", path="disk2h") - before
 
     with engine(model, kvcore) as process:
@@ -158,21 +167,21 @@ def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -
         [*document, *answer.token_ids, *range(300, 340)]
         for document, answer in zip(asked, reference(asked), strict=True)
     ]
-    settled(process)
+    settle_and_empty(process)
     turns = answers(process, follow)
-    same(turns, reference(follow))
+    assert_same_answers(turns, reference(follow))
     assert all(t.reused_tokens >= len(d) - 16 for t, d in zip(turns, asked, strict=True))
 
 
 def _tenants(process: EngineProcess, reference: Ask, document: list[int]) -> None:
     """Another tenant's KV is not to be had, and one's own is."""
-    settled(process)
+    settle_and_empty(process)
     first = answers(process, [document], cache_salt="tenant-a")
-    settled(process)
+    settle_and_empty(process)
     second = answers(process, [document], cache_salt="tenant-a")
     other = answers(process, [document], cache_salt="tenant-b")
     for got in (first, second, other):
-        same(got, reference([document]))
+        assert_same_answers(got, reference([document]))
     assert (first[0].reused_tokens, other[0].reused_tokens) == (0, 0)
     assert second[0].reused_tokens > 0
 
@@ -184,9 +193,9 @@ def _aborts(process: EngineProcess, reference: Ask, model: Path) -> None:
         futures = [process.submit(p, 64, abort_after=after) for p in prompts]
         for future in futures:
             future.result(120)
-        settled(process)
+        settle_and_empty(process)
     got = answers(process, prompts, batch=5)
-    same(got, reference(prompts))
+    assert_same_answers(got, reference(prompts))
 
 
 def test_a_rotten_disk_costs_time_not_correctness(
@@ -208,11 +217,11 @@ def test_a_rotten_disk_costs_time_not_correctness(
             file.write(b"\xa5" * 64)
     with engine(model, kvcore) as process:
         got = answers(process, asked, batch=4)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, asked)
-        same(healed, reference(asked))
+        assert_same_answers(healed, reference(asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
 
 
@@ -232,7 +241,7 @@ def test_straight_from_disk_to_the_pages(
         answers(process, asked)
     with engine(model, kvcore, env) as process:
         got = answers(process, asked, batch=4)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert all(answer.tiers.get("disk", 0) >= 128 for answer in got)
         moved = "kvcore_transfer_bytes_total"
         straight = counted(process, moved, path="disk2d")
@@ -247,12 +256,12 @@ def test_straight_from_disk_to_the_pages(
             file.write(b"\xa5" * 64)
     with engine(model, kvcore, env) as process:
         got = answers(process, asked, batch=4)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
         assert counted(process, moved, path="disk2d") > 0
-        settled(process)
+        settle_and_empty(process)
         healed = answers(process, asked)
-        same(healed, reference(asked))
+        assert_same_answers(healed, reference(asked))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
 
 
@@ -273,15 +282,15 @@ def test_a_killed_engine_leaves_only_whole_blocks(
     }
     asked = documents[16:28]
     process = EngineProcess(model, kvcore=kvcore, env=SPACE, **SMALL)
-    same(answers(process, asked[:6]), reference(asked[:6]))
-    settled(process)
+    assert_same_answers(answers(process, asked[:6]), reference(asked[:6]))
+    settle_and_empty(process)
     for document in asked[6:]:
         process.submit(document, 64)
     time.sleep(0.7)
     process.kill()
     with engine(model, kvcore) as restarted:
         got = answers(restarted, asked)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert sum(g.tiers.get("disk", 0) for g in got[:5]) > 0
 
 
@@ -314,7 +323,7 @@ def test_eviction_preemption_and_chunked_prefill(
                 if a.token_ids[:ANSWER] != b.token_ids
             ]
             assert not wrong, f"answers {wrong} differ"
-            settled(process)
+            settle_and_empty(process)
         assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
         assert counted(process, "kvcore_evictions_total", tier="host") > 0
         assert counted(process, "kvcore_hits_total") > 0
@@ -330,10 +339,10 @@ def test_a_disk_that_cannot_be_used_is_left_out(
     (tmp_path / "file").write_text("not a folder")
     kvcore = {"host": {"capacity": "256MiB"}, "disk": {"path": str(tmp_path / "file")}}
     with engine(model, kvcore) as process:
-        same(answers(process, documents[:3]), reference(documents[:3]))
-        settled(process)
+        assert_same_answers(answers(process, documents[:3]), reference(documents[:3]))
+        settle_and_empty(process)
         warm = answers(process, documents[:3])
-        same(warm, reference(documents[:3]))
+        assert_same_answers(warm, reference(documents[:3]))
         assert all(answer.tiers.keys() == {"host"} for answer in warm)
         assert "is not a folder" in process.log.read_text()
         process.reset_prefix_cache(connector=True)
@@ -352,16 +361,16 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
     with engine(real, None, enable_prefix_caching=False) as process:
         expected = answers(process, prompts)
     with engine(real, kvcore) as process:
-        same(answers(process, prompts), expected)
-        settled(process)
+        assert_same_answers(answers(process, prompts), expected)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=2)
-        same(warm, expected)
+        assert_same_answers(warm, expected)
         assert all(
             w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, prompts, strict=True)
         )
     with engine(real, kvcore) as process:
         got = answers(process, prompts, batch=2)
-        same(got, expected)
+        assert_same_answers(got, expected)
         assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
 
 
@@ -380,20 +389,20 @@ def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None
     with engine(tiny, None, enable_prefix_caching=False) as process:
         at_one = answers(process, prompts)
     with engine(tiny, kvcore, **two) as process:
-        same(answers(process, prompts), at_two)
-        settled(process)
+        assert_same_answers(answers(process, prompts), at_two)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=4)
-        same(warm, at_two)
+        assert_same_answers(warm, at_two)
         assert all(
             w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, prompts, strict=True)
         )
     with engine(tiny, kvcore) as process:
         got = answers(process, prompts)
-        same(got, at_one)
+        assert_same_answers(got, at_one)
         assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
     with engine(tiny, kvcore, **two) as process:
         back = answers(process, prompts, batch=2)
-        same(back, at_two)
+        assert_same_answers(back, at_two)
         assert all("disk" in answer.tiers for answer in back)
 
 
@@ -411,19 +420,19 @@ def test_pipeline_stages_and_one_rank_read_each_other(tmp_path: Path) -> None:
     with engine(tiny, None, enable_prefix_caching=False) as process:
         expected = answers(process, prompts)
     with engine(tiny, kvcore, **two) as process:
-        same(answers(process, first), expected[:6])
-        settled(process)
+        assert_same_answers(answers(process, first), expected[:6])
+        settle_and_empty(process)
         warm = answers(process, first, batch=3)
-        same(warm, expected[:6])
+        assert_same_answers(warm, expected[:6])
         assert all(w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, first, strict=True))
     with engine(tiny, kvcore) as process:
         got = answers(process, prompts)
-        same(got, expected)
+        assert_same_answers(got, expected)
         assert all("disk" in answer.tiers for answer in got[:6])
-        settled(process)
+        settle_and_empty(process)
     with engine(tiny, kvcore, **two) as process:
         back = answers(process, second, batch=2)
-        same(back, expected[6:])
+        assert_same_answers(back, expected[6:])
         assert all("disk" in answer.tiers for answer in back)
 
 
@@ -438,12 +447,12 @@ def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
     with engine(tiny, None, enable_prefix_caching=False) as process:
         expected = answers(process, prompts)
     with engine(tiny, kvcore, max_num_batched_tokens=256) as process:
-        same(answers(process, prompts, batch=3), expected)
-        settled(process)
+        assert_same_answers(answers(process, prompts, batch=3), expected)
+        settle_and_empty(process)
         warm = answers(process, prompts, batch=3)
-        same(warm, expected)
+        assert_same_answers(warm, expected)
         assert sum(w.tiers.get("host", 0) for w in warm) > 0
     with engine(tiny, kvcore) as process:
         got = answers(process, prompts)
-        same(got, expected)
+        assert_same_answers(got, expected)
         assert sum(g.tiers.get("disk", 0) for g in got) > 0

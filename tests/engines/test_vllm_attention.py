@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.harness.compare import answers, same, settled
+from kvcore.harness.compare import answers, assert_same_answers, settle_and_empty
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
@@ -56,7 +56,7 @@ def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
         told = answered(process)
         together = answers(process, asked[3:], batch=3)
         log = process.log.read_text()
-    same([*alone, *together], plain)
+    assert_same_answers([*alone, *together], plain)
     assert told == sorted(map(len, asked[:3]))
     assert log.count("'fail' failed at layer") == 1
 
@@ -71,12 +71,12 @@ def test_a_hook_changes_what_attention_gives_in_a_compiled_model(
     with engine(model, config, env=wanted, enforce_eager=False) as process:
         spoilt = answers(process, asked)
         assert answered(process) == sorted(map(len, asked))
-        settled(process)
+        settle_and_empty(process)
         process.reset_prefix_cache()
         assert sum(a.reused_tokens for a in answers(process, asked)) > 0
     with engine(model, config) as process:
         got = answers(process, asked)
-    same(got, plain)
+    assert_same_answers(got, plain)
     assert sum(a.reused_tokens for a in got) == 0
     assert [a.token_ids[0] for a in spoilt] == [a.token_ids[0] for a in plain]
     assert all(a.token_ids != b.token_ids for a, b in zip(spoilt, plain, strict=True))

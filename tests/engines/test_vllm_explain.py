@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcore.cli.app import app
-from kvcore.harness.compare import SETTLE_S, answers, settled
+from kvcore.harness.compare import SETTLE_S, answers, settle_and_empty
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
@@ -111,7 +111,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def ask(served: Served, prompt: list[int], **options: Any) -> Generation:
     """One answer, with its saves published and vLLM's own cache empty."""
     [answer] = answers(served.process, [prompt], **options)
-    settled(served.process)
+    settle_and_empty(served.process)
     return answer
 
 

@@ -22,7 +22,15 @@ import pytest
 import zmq
 from PIL import Image
 
-from kvcore.harness.compare import ANSWER, SPACE, Reference, answers, counted, same, settled
+from kvcore.harness.compare import (
+    ANSWER,
+    SPACE,
+    Reference,
+    answers,
+    assert_same_answers,
+    counted,
+    settle_and_empty,
+)
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_lora, tiny_model, tiny_vision_model
@@ -78,10 +86,10 @@ def test_aborts_while_loads_are_under_way(
 ) -> None:
     """Each load takes a good part of a second; requests go away at all points of it."""
     with engine(model, faulty(tmp_path, slow(0.15)), path_to_plugin(tmp_path)) as process:
-        same(answers(process, documents), reference(documents))
+        assert_same_answers(answers(process, documents), reference(documents))
         picks = random.Random(4)
         for _ in range(3):
-            settled(process)
+            settle_and_empty(process)
             running = {
                 name: process.submit(document, 32, request_id=name)
                 for name, document in zip(_names(picks), documents, strict=False)
@@ -91,9 +99,9 @@ def test_aborts_while_loads_are_under_way(
                 process.abort(name)
             for future in running.values():
                 future.result(120)
-        settled(process)
+        settle_and_empty(process)
         got = answers(process, documents, batch=4)
-        same(got, reference(documents))
+        assert_same_answers(got, reference(documents))
         assert sum(answer.tiers.get("shelf", 0) for answer in got) > 0
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
@@ -109,8 +117,8 @@ def test_blocks_that_cannot_be_read_are_computed_again(
     fails = Rule(Fault.ERROR, Seam.TIER_READ, rate=1 / 7)
     with engine(model, faulty(tmp_path, fails), path_to_plugin(tmp_path)) as process:
         for batch in (1, 4, 8):
-            same(answers(process, documents, batch=batch), reference(documents))
-            settled(process)
+            assert_same_answers(answers(process, documents, batch=batch), reference(documents))
+            settle_and_empty(process)
         assert counted(process, "kvcore_failures_total") > 0
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
@@ -122,8 +130,8 @@ def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
     kvcore = faulty(tmp_path, slow(0.5)) | {"planner": {"enabled": True}}
     with engine(model, kvcore, path_to_plugin(tmp_path)) as process:
         for _ in range(3):
-            same(answers(process, documents), reference(documents))
-            settled(process)
+            assert_same_answers(answers(process, documents), reference(documents))
+            settle_and_empty(process)
         assert counted(process, "kvcore_misses_total", reason="planned") > 0
         assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
 
@@ -141,8 +149,8 @@ def test_a_dead_tier_costs_time_not_answers(
 ) -> None:
     with engine(model, faulty(tmp_path, *fault), path_to_plugin(tmp_path)) as process:
         for _ in range(3):
-            same(answers(process, documents, batch=8), reference(documents))
-            settled(process)
+            assert_same_answers(answers(process, documents, batch=8), reference(documents))
+            settle_and_empty(process)
         assert counted(process, "kvcore_failures_total") > 0
 
 
@@ -163,12 +171,12 @@ def test_lora_keeps_its_kv_to_itself(
     with engine(model, HOST_ONLY, **lora) as process:
         for w in choices:
             cold = answers(process, asked, lora=w)
-            same(cold, expected[w])
+            assert_same_answers(cold, expected[w])
             assert sum(answer.reused_tokens for answer in cold) == 0, "KV of other weights"
-            settled(process)
+            settle_and_empty(process)
         for w in choices:
             warm = answers(process, asked, lora=w)
-            same(warm, expected[w])
+            assert_same_answers(warm, expected[w])
             assert all(answer.reused_tokens > 64 for answer in warm)
 
 
@@ -189,12 +197,12 @@ def test_speculation_by_lookup_is_left_correct(
         follow = [[*d, *a.token_ids] for d, a in zip(asked, expected, strict=True)]
         after = long(follow)
     with engine(model, HOST_ONLY, speculative_config=speculation) as process:
-        same(answers(process, asked, batch=4, max_tokens=80), expected)
-        settled(process)
-        same(answers(process, asked, batch=4, max_tokens=80), expected)
-        settled(process)
+        assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
+        settle_and_empty(process)
+        assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
+        settle_and_empty(process)
         got = answers(process, follow, batch=4, max_tokens=80)
-        same(got, after)
+        assert_same_answers(got, after)
         assert all(g.reused_tokens > len(d) for g, d in zip(got, asked, strict=True)), (
             "the answers' KV was not reused"
         )
@@ -210,9 +218,9 @@ def test_a_draft_model_is_declined_and_the_engine_runs(
     with engine(model, HOST_ONLY, speculative_config=speculation) as process:
         for _ in range(2):
             got = answers(process, documents[:4])
-            same(got, reference(documents[:4]))
+            assert_same_answers(got, reference(documents[:4]))
             assert sum(answer.reused_tokens for answer in got) == 0
-            settled(process)
+            settle_and_empty(process)
         log = process.log.read_text()
     assert log.count("keeps KV of a draft model") >= 1
 
@@ -228,7 +236,7 @@ def test_a_model_with_states_runs_untouched() -> None:
     with engine(lfm2, HOST_ONLY) as process:
         for turn in range(2):
             got = answers(process, prompts)
-            same(got, expected[turn])
+            assert_same_answers(got, expected[turn])
             assert sum(answer.reused_tokens for answer in got) == 0
         log = process.log.read_text()
     warnings = [line for line in log.splitlines() if "kvcore stands aside" in line]
@@ -247,14 +255,14 @@ def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
     with engine(eyes, HOST_ONLY) as process:
         for image, right in zip(pictures, expected, strict=True):
             got = answers(process, [prompt], image=image)
-            same(got, right)
+            assert_same_answers(got, right)
             assert got[0].reused_tokens < 202, "the KV of another picture"
-            settled(process)
+            settle_and_empty(process)
         for image, right in zip(pictures, expected, strict=True):
             got = answers(process, [prompt], image=image)
-            same(got, right)
+            assert_same_answers(got, right)
             assert got[0].reused_tokens > 600
-            settled(process)
+            settle_and_empty(process)
 
 
 def picture(path: Path, seed: int) -> Path:
@@ -287,7 +295,7 @@ class Listener:
             self._take_some(500)
             if self.stored:
                 break
-        settled(process)
+        settle_and_empty(process)
         process.reset_prefix_cache(connector=True)
         answers(process, windows(model, 1, 70, 70, seed=99))  # a step that publishes it
         self.take(lambda: sum(map(len, self.held.values())) < 16)
@@ -336,7 +344,7 @@ def test_events_tell_what_each_tier_holds(
         listener.join(process, model)
         answers(process, documents)
         answers(process, documents[:1])
-        settled(process)
+        settle_and_empty(process)
         answers(process, windows(model, 1, 70, 70, seed=77))  # a step that publishes the last ones
 
         def agrees(medium: str, tier: str) -> bool:
@@ -363,19 +371,19 @@ def test_a_reset_is_for_good(
     }
     asked = documents[:4]
     with engine(model, kvcore) as process:
-        same(answers(process, asked), reference(asked))
+        assert_same_answers(answers(process, asked), reference(asked))
         time.sleep(0.5)
         process.reset_prefix_cache(connector=True)
         forgotten = answers(process, asked)
-        same(forgotten, reference(asked))
+        assert_same_answers(forgotten, reference(asked))
         assert sum(answer.reused_tokens for answer in forgotten) == 0
-        settled(process)
+        settle_and_empty(process)
         again = answers(process, asked)
-        same(again, reference(asked))
+        assert_same_answers(again, reference(asked))
         assert all(answer.reused_tokens > 64 for answer in again), "this engine keeps nothing more"
     with engine(model, kvcore) as process:
         got = answers(process, asked)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert sum(answer.reused_tokens for answer in got) == 0
 
 

@@ -24,10 +24,10 @@ from kvcore.harness.compare import (
     REUSE,
     Reference,
     answers,
+    assert_same_answers,
     blended,
     counted,
-    same,
-    settled,
+    settle_and_empty,
     warm,
 )
 from kvcore.harness.compare import small_engine as engine
@@ -89,9 +89,9 @@ def test_everything_recomputed_is_the_engines_own_answer(
     asked = mixed(model, chunks, 12, seed=1)
     for batch in (1, 4):
         got = answers(warmed, asked, batch=batch, fusion=ALL, max_tokens=8)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert min(blended(got)) >= 400, blended(got)
-        settled(warmed)
+        settle_and_empty(warmed)
 
 
 def test_a_share_recomputed_is_what_the_reference_makes_of_it(
@@ -130,7 +130,7 @@ def test_a_share_recomputed_is_what_the_reference_makes_of_it(
         ]
         assert blended(got) == [480] * len(plans)
         assert [a.token_ids for a in got] == expected[ratio]
-        settled(warmed)
+        settle_and_empty(warmed)
     for one, other in itertools.combinations(expected.values(), 2):
         assert sum(a != b for a, b in zip(one, other, strict=True)) >= 2, "nothing is told apart"
 
@@ -165,9 +165,9 @@ def test_blends_side_by_side_share_nothing(
     alone = []
     for prompt in asked:
         alone += answers(warmed, [prompt], fusion=REUSE)
-        settled(warmed)
+        settle_and_empty(warmed)
     together = answers(warmed, asked, batch=8, fusion=REUSE)
-    same(together, alone)
+    assert_same_answers(together, alone)
     assert min(blended(together)) >= 400
 
 
@@ -184,7 +184,7 @@ def test_a_prefix_that_is_computed_in_the_same_step(
         [rest] = windows(model, 1, 60, 60, seed=46 + round_)
         asked = [filling, own + rest, *([*own, *chunk, 7, 8] for chunk in chunks[:3])]
         got = answers(warmed, asked, batch=len(asked), fusion=ALL)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert min(blended(got)[2:]) >= 100
 
 
@@ -227,7 +227,7 @@ def test_wishes_that_make_no_sense(
     }
     for name, value in wrong.items():
         got = answers(warmed, asked, fusion={name: value})
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert name in got[0].kvcore["fusion"]["error"]
 
 
@@ -245,25 +245,25 @@ def test_approximate_is_never_exact_and_chunks_outlive_the_engine(
         assert min(blended(rough)) >= 400
         right = reference(asked)
         assert sum(a.token_ids != b.token_ids for a, b in zip(rough, right, strict=True)) >= 4
-        same(answers(process, asked[:4], fusion=EXACT), right[:4])
+        assert_same_answers(answers(process, asked[:4], fusion=EXACT), right[:4])
         again = answers(process, asked[:4], fusion=REUSE)  # now held exactly, as prefixes
-        same(again, right[:4])
-        settled(process)
+        assert_same_answers(again, right[:4])
+        settle_and_empty(process)
         turns = [[*p, *a.token_ids, 5, 6, 7] for p, a in zip(asked, rough, strict=True)]
-        same(answers(process, turns[4:], fusion=EXACT), reference(turns[4:]))
+        assert_same_answers(answers(process, turns[4:], fusion=EXACT), reference(turns[4:]))
     first, second = len(chunks[4]), len(chunks[0])
     pair = chunks[4] + chunks[0] + [5] * 9
     with engine(model, settings) as process:
         [found] = answers(process, [pair], fusion=ALL)
-        settled(process)
+        settle_and_empty(process)
         [marked] = answers(process, [pair], fusion={**ALL, "chunks": [[first, first + second]]})
-        same([found, marked], reference([pair, pair]))
+        assert_same_answers([found, marked], reference([pair, pair]))
         # the first chunk is a plain prefix; of the second, whole blocks are found, or in a prompt
         # that had it in its middle all of it
         assert blended([found])[0] >= second // 16 * 16
         assert blended([marked]) == [second // 16 * 16]
         assert counted(process, "kvcore_transfer_bytes_total", path="disk2h") > 0
-        same(answers(process, asked, fusion=EXACT), right)
+        assert_same_answers(answers(process, asked, fusion=EXACT), right)
 
 
 def test_preemption_and_eviction(
@@ -291,7 +291,7 @@ def test_preemption_and_eviction(
             for a, b in zip(got, reference(asked), strict=True):
                 assert a.token_ids[:ANSWER] == b.token_ids[:ANSWER], a.kvcore
             made += sum(map(bool, blended(got)))
-            settled(process)
+            settle_and_empty(process)
         assert made > 0
         assert counted(process, "vllm:num_preemptions_total") > 0, "nothing was preempted"
         assert counted(process, "kvcore_evictions_total", tier="host") > 0
@@ -313,7 +313,7 @@ def test_other_shapes_of_models(arch: str) -> None:
         rough = answers(process, asked, fusion=REUSE, logprobs=logprobs)
         got = answers(process, asked, fusion=ALL, logprobs=logprobs)
         expected = answers(process, asked, fusion=EXACT, logprobs=logprobs)
-    same(got, expected)
+    assert_same_answers(got, expected)
     assert min(blended(got)) >= 400
     if logprobs:
         for a, b, c in zip(got, expected, rough, strict=True):
@@ -330,9 +330,9 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     with engine(other, config()) as process:
         warm(process, chunks)
         first = answers(process, asked, fusion=REUSE)
-        settled(process)
+        settle_and_empty(process)
         second = answers(process, asked, fusion=REUSE)
-        same(second, first)
+        assert_same_answers(second, first)
         assert blended(first) + blended(second) == [0, 0, 0, 0]
         assert sum(a.reused_tokens for a in second) > 0
         assert "exact prefixes only" in process.log.read_text()
@@ -354,17 +354,17 @@ def test_tensor_parallel_ranks_choose_the_same_rows(
     kvcore = {**config(), "ops": {"backend": "faulty"}}
     with engine(model, kvcore, env=env, tensor_parallel_size=2) as process:
         warm(process, chunks)
-        same(answers(process, asked[:4], fusion={"ratio": 0.2}), single)
-        settled(process)
+        assert_same_answers(answers(process, asked[:4], fusion={"ratio": 0.2}), single)
+        settle_and_empty(process)
         everything = answers(process, asked[:4], fusion=ALL)
-        same(everything, reference(asked[:4]))
+        assert_same_answers(everything, reference(asked[:4]))
         assert min(blended(everything)) >= 400
         assert counted(process, "kvcore_blends_total", outcome="failed") == 0
         fail.touch()
-        same(answers(process, asked[4:], fusion=ALL), reference(asked[4:]))
+        assert_same_answers(answers(process, asked[4:], fusion=ALL), reference(asked[4:]))
         assert counted(process, "kvcore_blends_total", outcome="failed") >= 2
         fail.unlink()
-        same(answers(process, asked[4:], fusion=EXACT), reference(asked[4:]))
+        assert_same_answers(answers(process, asked[4:], fusion=EXACT), reference(asked[4:]))
 
 
 def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) -> None:
@@ -372,7 +372,7 @@ def test_compiled(reference: Reference, model: Path, chunks: list[list[int]]) ->
     with engine(model, config(), enforce_eager=False) as process:
         warm(process, chunks)
         got = answers(process, asked, fusion=ALL)
-        same(got, reference(asked))
+        assert_same_answers(got, reference(asked))
         assert min(blended(got)) >= 400
 
 
@@ -387,18 +387,18 @@ def test_adapters(
     with engine(model, config(), **lora) as process:
         warm(process, chunks, lora=adapter)
         got = answers(process, asked[:1], fusion=ALL)
-        same(got, reference(asked[:1]))
+        assert_same_answers(got, reference(asked[:1]))
         assert blended(got) == [0], "chunks of the adapter were used without it"
         process.reset_prefix_cache(connector=True)
         warm(process, chunks, lora=adapter)
         warm(process, chunks)
         plain = answers(process, asked, fusion=ALL)
-        same(plain, reference(asked))
+        assert_same_answers(plain, reference(asked))
         adapted = answers(process, asked, lora=adapter, fusion=ALL)
         assert min(blended(plain + adapted)) >= 400
         process.reset_prefix_cache(connector=True)
         own = answers(process, asked, lora=adapter, fusion=EXACT)
-        same(adapted, own)
+        assert_same_answers(adapted, own)
         assert [a.token_ids for a in own] != [a.token_ids for a in plain]
 
 
@@ -418,9 +418,9 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         assert tried >= 3
         assert counted(process, "kvcore_blends_total", outcome="failed") == tried
         assert not any("blend" in got[i].kvcore["tiers"] for i in failed)
-        same([got[i] for i in failed], [right[i] for i in failed])
-        settled(process)
-        same(answers(process, asked, fusion=EXACT), right)
+        assert_same_answers([got[i] for i in failed], [right[i] for i in failed])
+        settle_and_empty(process)
+        assert_same_answers(answers(process, asked, fusion=EXACT), right)
         assert "exact prefixes only" in process.log.read_text()
 
 
@@ -451,7 +451,7 @@ def test_blends_are_made_where_they_pay() -> None:
         process.reset_prefix_cache(connector=True)
         right = answers(process, asked, fusion=EXACT)
         plain = [(a, b) for a, b, why in zip(got, right, declined, strict=True) if why]
-        same([a for a, _ in plain], [b for _, b in plain])
+        assert_same_answers([a for a, _ in plain], [b for _, b in plain])
         process.reset_prefix_cache(connector=True)
         warm(process, texts)
         [wanted] = answers(process, asked[:1], fusion=ALL)

@@ -15,17 +15,17 @@ from kvcore.harness.compare import (
     SMALL,
     SPACE,
     Reference,
-    all_from,
     answers,
+    assert_all_from,
+    assert_same_answers,
     counted,
-    same,
     small_engine,
 )
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore_devtools.disagg_proxy import prefill, split
-from kvcore_devtools.server_fixture import rested, server_process
+from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import free_port, need_client
 
 pytestmark = pytest.mark.engine
@@ -77,19 +77,19 @@ def test_one_computes_and_the_other_answers() -> None:
         expected = answers(first, documents, cache_salt="alone")
         assert not any(answer.reused_tokens for answer in expected)
         assert len({tuple(answer.token_ids) for answer in expected}) > 6
-        same(got, expected[:6])
-        all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        assert_same_answers(got, expected[:6])
+        assert_all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
         computed = [answer.prompt_tokens - answer.cached_tokens for answer in got]
         assert max(computed) <= BLOCK, "no more than what fills no block"
         assert counted(second, "kvcore_failures_total") == 0
         stranger = answers(second, [foreign], promise=prefill(first, foreign), cache_salt="tenant")
-        same(stranger, expected[6:7])
+        assert_same_answers(stranger, expected[6:7])
         assert stranger[0].reused_tokens == 0, "promised to another tenant"
         promises = [prefill(first, document) for document in lost]
         first.kill()
         for document, promise, answer in zip(lost, promises, expected[7:], strict=True):
             recomputed = answers(second, [document], promise=promise)
-            same(recomputed, [answer])
+            assert_same_answers(recomputed, [answer])
             assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
 
 
@@ -134,22 +134,22 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
             )
         )
         got = split(first, second, asked, ANSWER)
-        same(got, expected[:4])
-        all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        assert_same_answers(got, expected[:4])
+        assert_all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
         assert counted(second, "kvcore_failures_total") == 0
         promises = [prefill(first, document) for document in (gone, lost)]
         assert {promise["node"] for promise in promises} == {here}, "not an engine's: its server's"
-        rested(folders[0])
+        wait_until_idle(folders[0])
         first.kill()
         [kept] = answers(second, [gone], promise=promises[0])
-        same([kept], expected[4:5])
-        all_from("far", [kept], [min(len(gone) // BLOCK * BLOCK, len(gone) - 1)])
+        assert_same_answers([kept], expected[4:5])
+        assert_all_from("far", [kept], [min(len(gone) // BLOCK * BLOCK, len(gone) - 1)])
         servers[0].kill()
         servers[0].wait()
         [broken] = answers(second, [lost], promise=promises[1])
-        same([broken], expected[5:])
+        assert_same_answers([broken], expected[5:])
         assert broken.reused_tokens == 0, "there is nobody to have it from"
-        rested(folders[1])
+        wait_until_idle(folders[1])
 
 
 def client(folder: Path) -> dict[str, Any]:

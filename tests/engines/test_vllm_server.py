@@ -16,7 +16,13 @@ from kvcore.cli.ctl import Target, ask
 from kvcore.control.commands import ClearBlocks
 from kvcore.events import Subscriber
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode
-from kvcore.harness.compare import Reference, all_from, answers, same, settled
+from kvcore.harness.compare import (
+    Reference,
+    answers,
+    assert_all_from,
+    assert_same_answers,
+    settle_and_empty,
+)
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.prompts import windows
 from kvcore.testing.waiting import until
@@ -52,16 +58,16 @@ def test_two_engines_share_and_a_killed_server_changes_no_answer(
         "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0}
     }
     with engine(model, kvcore) as first:
-        same(answers(first, documents), expected)
+        assert_same_answers(answers(first, documents), expected)
         with engine(model, kvcore) as second:
             found = answers(second, documents)
-            same(found, expected)
-            all_from("host", found, [len(document) // 16 * 16 for document in documents])
-            settled(second)
+            assert_same_answers(found, expected)
+            assert_all_from("host", found, [len(document) // 16 * 16 for document in documents])
+            settle_and_empty(second)
             server.kill()
             server.wait()
             gone = answers(second, documents)
-            same(gone, expected)
+            assert_same_answers(gone, expected)
             assert all(not answer.reused_tokens for answer in gone), "there is nothing to reuse"
 
 
@@ -86,12 +92,12 @@ def test_a_servers_events_add_up_to_its_index(folder: Path, tmp_path: Path, mode
     with closing(RunningServer(config)) as server, engine(model, client) as process:
         with closing(subscriber()) as first:
             answers(process, documents[:5])
-            settled(process)
+            settle_and_empty(process)
             until(partial(follows, first, server), seconds=200.0)
             blocks = sum(len(document) // 16 for document in documents[:5])
             assert 0 < len(first.tiers()["host"]) < blocks, "some were evicted"
         answers(process, documents[5:])
-        settled(process)
+        settle_and_empty(process)
         with closing(subscriber()) as second:
             until(partial(follows, second, server), seconds=200.0)
             answer = second._source.ask(SNAPSHOT, 60.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Clock:
-    """Returns `now` (seconds) when called."""
+    """A clock that returns ``now``, in seconds."""
 
     def __init__(self, now: float = 100.0) -> None:
         self.now = now

@@ -1,4 +1,4 @@
-"""A bus that loses what it is told to, and events of blocks that have numbers for keys."""
+"""A lossy bus, and events of blocks that have numbers for keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ask:
 
 
 class Bus:
-    """An outlet and its consumer's source in one: it loses what it is told to."""
+    """An outlet, and its consumer's source. It loses the messages that the test selects."""
 
     def __init__(self) -> None:
         self.up = True

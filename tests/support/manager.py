@@ -1,8 +1,8 @@
 """A manager over simulated media, for tests of the leader.
 
-The media are dictionaries from place to content, and the content of a block is its key: a slot
-handed out too early, a block published before its bytes are there, or a source evicted while it is
-read shows as a wrong content on the device.
+The media are dictionaries from place to content, and the content of a block is its key. Three
+mistakes show as wrong content on the device: a slot that is handed out too early, a block that is
+published before its bytes are there, and a source that is evicted while it is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMESPACE = b"n" * 16
 
 
 def chain(*names: int) -> list[bytes]:
-    """Prefix keys of a sequence of block names: equal prefixes give equal keys."""
+    """Return the prefix keys of a sequence of block names. Equal prefixes give equal keys."""
     keys, path = [], ()
     for name in names:
         path = (*path, name)
@@ -90,7 +90,7 @@ class Media:
         return reports
 
     def step(self, pick: int) -> bool:
-        """Run one runnable op."""
+        """Run one runnable op. Return False if there is none."""
         ready = [
             (graph, op)
             for graph, op in self.todo
@@ -139,7 +139,7 @@ class Media:
                 assert self.device[unit] == key, "wrong KV on the device"
         elif op.path.writes_tier:
             self.tiers[op.tier][graph.tier_slots[row]] = (key, self.host[slot])
-            assert self.host[slot] == key, "wrong KV on its way to a tier"
+            assert self.host[slot] == key, "wrong KV on the way to a tier"
         else:
             named, content = self.tiers[op.tier].get(graph.tier_slots[row], (b"", b""))
             if named != key or content != key:

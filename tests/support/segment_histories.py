@@ -1,4 +1,4 @@
-"""Histories of a tier's blocks, and what `Segments` must find in them by brute force."""
+"""Histories of a tier's blocks, and a brute-force check of what `Segments` finds in them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def everything(_: bytes) -> bool:
 
 
 class Stored(NamedTuple):
-    """A block that a tier holds: all tokens of its chain up to its end."""
+    """A block in a tier. ``tokens`` are those of its chain up to its end."""
 
     namespace: bytes
     parent: bytes
@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 
 class Tier:
-    """Blocks by key, prefix-closed; what `Segments` is told of, and asked against."""
+    """The blocks of a tier by key, prefix-closed: the oracle for `Segments`."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
@@ -53,7 +53,7 @@ class Tier:
         segments.add(space.digest, keys, start, prompt)
 
     def evict(self, choice: int) -> None:
-        """A block goes, and all that stand on it."""
+        """Evict a block and all its descendants."""
         if not self.blocks:
             return
         gone = {sorted(self.blocks)[choice % len(self.blocks)]}
@@ -71,7 +71,7 @@ class Tier:
         span: tuple[int, int],
         min_tokens: int,
     ) -> None:
-        """What was found is so; what was not found is not there."""
+        """Check that every reported run exists, and that no run was missed."""
         chains = [block.tokens for block in self.blocks.values() if block.namespace == namespace]
         windows = {
             chain[i : i + min_tokens]
@@ -105,12 +105,12 @@ class Tier:
     def check_gap(
         rest: list[int], gap: int, windows: set[tuple[int, ...]], min_tokens: int
     ) -> None:
-        """No run begins in the gap with which ``rest`` begins."""
+        """Check that no run begins in the first ``gap`` tokens of ``rest``."""
         for i in range(gap):
             assert tuple(rest[i : i + min_tokens]) not in windows
 
     def check_end(self, chains: list[tuple[int, ...]], prompt: list[int], run: Reusable) -> None:
-        """No chain of the same full blocks has the token that follows, too."""
+        """Check that no chain of the same full blocks continues with the prompt's next token."""
         start, length, source, last_key = run
         shared = (source + length) // self.block_tokens * self.block_tokens
         ours = self.blocks[last_key].tokens[:shared]
@@ -131,7 +131,7 @@ class Step(NamedTuple):
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Callable[[list[list[int]]], list[int]]:
-    """How to make a prompt of the beginning of an earlier one, parts of others, and new text."""
+    """Return a function that mixes a prompt's start, parts of other prompts and new text."""
     parts = st.tuples(st.integers(0, 50), st.integers(0, 40), st.integers(0, 14))
     base = draw(parts)
     pieces = draw(st.lists(st.one_of(parts, st.lists(st.integers(0, 3), max_size=9)), max_size=4))

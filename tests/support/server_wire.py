@@ -1,4 +1,4 @@
-"""A client of a server, of a model that no engine runs: what it says is the test's to choose."""
+"""A client of a server without an engine, so that the test decides what it sends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """SGLang's leader and worker over pools of token slots, without the engine.
 
-KV of a token is a number that its whole prefix makes, so what a load brings can be checked against
-what it must be: the oracle is `expected`, and the pages of the pool are poisoned before they are
-loaded into. Needs torch.
+The KV of a token is a number computed from its whole prefix, so that every load can be checked
+against the oracle `expected`. Slots of the pool are poisoned before a load. Needs torch.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SETTLE_S = 60.0
 
 
 class MHATokenToKVPool:
-    """What the adapter reads of SGLang's pool of this name."""
+    """The part of SGLang's pool of this name that the adapter reads."""
 
     dtype = store_dtype = torch.float32
 
@@ -79,7 +78,7 @@ POOLS = {"mha": MHATokenToKVPool, "mla": MLATokenToKVPool}
 
 
 def prefix_numbers(tokens: list[int]) -> list[int]:
-    """For each token a small number that it and all before it make."""
+    """Return for each token a small number computed from it and all tokens before it."""
     state, found = hashlib.sha256(), []
     for token in tokens:
         state.update(token.to_bytes(4, "little"))
@@ -88,7 +87,7 @@ def prefix_numbers(tokens: list[int]) -> list[int]:
 
 
 class Landing:
-    """In the place of blends: brings the chunks of orders to staging, and keeps it."""
+    """A replacement for blends: loads the chunks of orders to staging, and keeps that."""
 
     def __init__(self, worker: Any, shape: BlockShape) -> None:
         self._worker, self._shape = worker, shape
@@ -118,7 +117,7 @@ class Landing:
 
 
 class SGLangRig:
-    """An engine of one rank: `compute` stands for its forward, `slots` for its allocator."""
+    """An engine with one rank. `compute` stands for its forward pass, `slots` for its allocator."""
 
     def __init__(
         self, pool: Any, page: int, kvcore: dict[str, Any], *, timed: bool = False
@@ -173,7 +172,7 @@ class SGLangRig:
         self.namespace = self.leader.namespaces.of("", None)
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Wait until nothing is in flight."""
         limit = time.monotonic() + SETTLE_S
         while self.leader.state["in_flight"]:
             assert time.monotonic() < limit
@@ -194,14 +193,14 @@ class SGLangRig:
         )
 
     def slots(self, tokens: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Slots of whole pages, in no order; page 0 is padding."""
+        """Return the slots of whole pages, in no order. Page 0 is padding."""
         pages = -(-tokens // self.page)
         picked = self.random.sample(range(1, SLOTS // self.page), pages)
         places = [page * self.page + i for page in picked for i in range(self.page)]
         return np.array(places[:tokens], dtype=np.int64)
 
     def expected(self, tokens: list[int], buffer: int) -> Any:
-        """``[tokens, heads, dim]`` of one of the pool's buffers."""
+        """Return the expected content of one buffer of the pool, [tokens, heads, dim]."""
         like = self.pool.buffers[buffer]
         numbers = torch.tensor(prefix_numbers(tokens), dtype=torch.float32)
         heads, dim = like.shape[1:]
@@ -213,7 +212,7 @@ class SGLangRig:
             buffer[torch.from_numpy(slots)] = self.expected(tokens, i)
 
     def insert(self, tokens: list[int], slots: Any) -> bool:
-        """Offer the tokens, all in the tree at ``slots``; whether there was something to save."""
+        """Offer the tokens in the tree at ``slots``. Return True if something was left to save."""
         offer = self.leader.offer()
         order = self.leader.inserted(np.array(tokens), self.namespace, slots, [offer])
         self.worker.carry_out(order)
@@ -229,15 +228,17 @@ class SGLangRig:
         return self.insert(whole, slots)
 
     def lookup(self, rid: str, tokens: list[int], device: int = 0) -> int:
-        """As the scheduler does: again while the request is held back."""
+        """Look up as the scheduler does: again while the request is held back."""
         while True:
             gain = self.leader.lookup(rid, np.array(tokens), device, self.namespace)
             if not self.leader.holds(rid, resting=True):
                 return gain
 
     def load(self, rid: str, tokens: list[int], device: int, gain: int) -> bool:
-        """Load what was looked up into poisoned slots, and check every element; False where the
-        load was refused or failed."""
+        """Load what was looked up into poisoned slots, and check every element.
+
+        Returns False if the load was refused or failed.
+        """
         slots = self.slots(gain)
         for buffer in self.pool.buffers:
             buffer[torch.from_numpy(slots)] = float("nan")

@@ -1,4 +1,4 @@
-"""A store that fails as it is told, and the shards and keys of the model whose blocks it holds."""
+"""A store that fails on demand, and the shards and keys of a model whose blocks it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPACE = b"namespace".ljust(16, b"\0")
 
 
 class Flaky(MemoryStore):
-    """Fails as it is told: ``planned`` errors are used up one a call, of whatever kind."""
+    """A store that fails on demand: each call raises the next of the ``planned`` errors, if any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Flaky(MemoryStore):
             self.gate.clear()
         self.gate.wait(30)
         if self.down:
-            raise TierUnavailable("told to be down")
+            raise TierUnavailable("the test took the store down")
         if self.planned:
             raise self.planned.pop()
 

@@ -1,4 +1,4 @@
-"""What tests of the connector ask of harnesses with kvcore in them."""
+"""Helpers for tests of the connector with harnesses that contain kvcore."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def leader(harness: Harness) -> Any:
 
 
 def settle(harness: Harness) -> None:
-    """Iterate until every save is published, then forget the engine's own cache."""
+    """Iterate until every save is published, then empty the engine's own cache."""
     limit = time.monotonic() + 120
     harness.run()
     while leader(harness).manager.in_flight:
         # A step with work carries graphs to the workers, a poll brings reports.
         harness.generate([tokens(999, 3)], max_tokens=2)
-        assert time.monotonic() < limit, "saves that never end"
+        assert time.monotonic() < limit, "saves do not end"
     harness.forget()
 
 
 def loaded(harness: Harness) -> int:
-    """Tokens promised to the engine so far."""
+    """Return the number of tokens promised to the engine so far."""
     tiers = leader(harness).metrics.snapshot().get("kvcore_lookup_tokens_total", {})
     return int(sum(count for labels, count in tiers.items() if labels.startswith("hit")))

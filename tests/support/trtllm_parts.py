@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's adapter is told: a model's facts, requests, and graphs."""
+"""Inputs of TensorRT-LLM's adapter: model facts, requests and graphs."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A cable that delays and loses frames, as a process of its own: ``python cable.py NEAR FAR``.
+"""A cable that delays and drops frames, as a child process: ``python cable.py NEAR FAR``.
 
-    NEAR ── TAP ──▶ held for the delay, some lost ──▶ TAP ── FAR        and the same the other way
+    NEAR ── TAP ──▶ held for the delay, some dropped ──▶ TAP ── FAR     and the same the other way
 
-For kernels without sch_netem. It makes both devices, in the namespace in which it runs, says
-"ready", and reads lines of its standard input, ``DELAY_S JITTER_S LOSS SEED``, each answered with
-"ready" when it holds. It ends when whoever started it closes that, or dies, and its devices go with
-it. Uses nothing but Python, as `keeper` does.
+It is for kernels without sch_netem. It creates both devices in its own network namespace and prints
+"ready". Each line on its standard input, ``DELAY_S JITTER_S LOSS SEED``, sets the cable and is
+answered with "ready". It ends, and its devices with it, when its standard input closes. Like
+`keeper`, it uses only Python's standard library.
 
-The kernel gives a TAP that asks for nothing whole frames, no longer than its MTU and with their
-checksums: what the host's own device would have left to hardware is done before they come here.
-So each frame is lost or late by itself, as on a wire.
+A TAP without offloads receives whole frames, no longer than its MTU and with checksums, because the
+kernel does the work of the hardware first. Therefore each frame is dropped or delayed on its own,
+as on a wire.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from collections.abc import Iterator
 __all__ = ["MAX_FRAMES", "Line"]
 
 MAX_FRAMES = 20_000
-"""What is on its way in one direction: 30 MB of frames of 1514 bytes, a second at 240 Mbit/s."""
+"""Most frames in flight in one direction: 30 MB of 1514-byte frames, one second at 240 Mbit/s."""
 _AT_ONCE = 64
-"""Frames of one direction that are read before those of the other, and those that are due."""
+"""Frames to read from one direction before the other direction and due frames have their turn."""
 _FRAME_NBYTES = 1 << 16
 _TUNSETIFF = 0x400454CA
 _IFF_TAP, _IFF_NO_PI = 0x0002, 0x1000
 
 
 class Line:
-    """One direction: which frames come through, and when. Times are seconds of one clock.
+    """One direction of a cable: decides which frames get through, and when. Times are in seconds.
 
-    A frame is lost with the probability ``loss``; else it takes ``delay_s``, give or take up to
-    ``jitter_s``, so that frames may overtake each other; without jitter they never do. The same
-    ``seed`` loses the same ones. What does not fit `MAX_FRAMES` is lost.
+    A frame is dropped with probability ``loss``. Otherwise it takes ``delay_s`` plus or minus up to
+    ``jitter_s``, so that frames may overtake each other; without jitter they never do. Equal values
+    of ``seed`` drop the same frames. Frames beyond `MAX_FRAMES` are dropped.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Line:
         self.become(0.0, 0.0, 0.0, "")
 
     def become(self, delay_s: float, jitter_s: float, loss: float, seed: str) -> None:
-        """What holds for frames that come from now on; others keep their times."""
+        """Set the conditions for later frames. Frames in flight keep their times."""
         self._delay_s, self._jitter_s, self._loss = delay_s, jitter_s, loss
         self._losing, self._late = random.Random(f"{seed} loss"), random.Random(f"{seed} jitter")
 
@@ -65,18 +65,18 @@ class Line:
         heapq.heappush(self._queue, (now + late, self._count, frame))
 
     def take(self, now: float) -> Iterator[bytes]:
-        """The frames that are due, the first to arrive first."""
+        """Yield the frames that are due, in the order of arrival."""
         while self._queue and self._queue[0][0] <= now:
             yield heapq.heappop(self._queue)[2]
 
     @property
     def due(self) -> float | None:
-        """When the next frame comes through; None while there is none."""
+        """Return when the next frame is due, or None without frames."""
         return self._queue[0][0] if self._queue else None
 
 
 def _tap(name: str) -> int:
-    """A TAP device, which lives as long as what is returned is open."""
+    """Create a TAP device, which exists as long as the returned descriptor is open."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TAP | _IFF_NO_PI))
     return tun
@@ -94,12 +94,12 @@ def _read(tap: int, line: Line) -> None:
 def _write(tap: int, frame: bytes) -> None:
     try:
         os.write(tap, frame)
-    except OSError:  # nothing is plugged in there: the frame is lost
+    except OSError:  # the device is not connected, so the frame is lost
         return
 
 
 def _carry(near: int, far: int) -> None:
-    """Until standard input ends."""
+    """Pass frames on until standard input ends."""
     lines = {near: (far, Line()), far: (near, Line())}
     while True:
         times = [line.due for _, line in lines.values() if line.due is not None]

@@ -1,10 +1,11 @@
-"""Keeps a host's network namespace, as a process of its own: ``python keeper.py NUMBER``.
+"""Keeps a host's network namespace alive, as a child process: ``python keeper.py NUMBER``.
 
-NUMBER is that of its maker's namespace, in which it refuses to run.
+NUMBER is the namespace of its parent, in which it refuses to run.
 
-It says "ready" and reads its standard input until whoever started it closes that, or dies. Then it
-kills what still runs in the namespace and ends; the kernel takes away a namespace that no process
-is in, with its interfaces. Uses nothing but Python: it must start fast, and end whatever happened.
+It prints "ready" and waits until its standard input closes, which also happens when the parent
+dies. Then it kills what still runs in the namespace, and ends. The kernel removes a namespace
+without processes, with its interfaces. It uses only Python's standard library, so that it starts
+fast and always ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _END_S = 30.0
 
 
 def namespace_of(pid: int | str) -> int | None:
-    """Number of a process's network namespace; None for one that has ended, or is another's."""
+    """Return the number of a process's network namespace, or None if the process cannot be read."""
     try:
         return os.stat(f"/proc/{pid}/ns/net").st_ino
     except OSError:
@@ -29,14 +30,16 @@ def namespace_of(pid: int | str) -> int | None:
 
 
 def running(namespace: int, but: Collection[int] = ()) -> list[int]:
-    """Processes in ``namespace``, without those of ``but``."""
+    """Return the processes in ``namespace``, without those in ``but``."""
     found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return [pid for pid in found if pid not in but and namespace_of(pid) == namespace]
 
 
 def end_all(namespace: int, but: Collection[int] = ()) -> list[int]:
-    """Kill the processes in ``namespace``, and what they start meanwhile, until there are none.
-    Blocks; returns those that the kernel does not let go of in half a minute."""
+    """Kill the processes in ``namespace``, including new ones, until none are left. Blocks.
+
+    Returns those that have not ended after half a minute.
+    """
     limit = time.monotonic() + _END_S
     while (left := running(namespace, but)) and time.monotonic() < limit:
         for pid in left:
@@ -49,7 +52,7 @@ def end_all(namespace: int, but: Collection[int] = ()) -> list[int]:
 def main() -> None:
     own, makers = namespace_of("self"), int(sys.argv[1])
     if own is None or own == makers:
-        sys.exit(f"the keeper is in its maker's namespace, {makers}: it must have one of its own")
+        sys.exit(f"the keeper runs in its parent's namespace {makers}; start it in one of its own")
     os.write(1, b"ready\n")
     while os.read(0, 4096):
         pass

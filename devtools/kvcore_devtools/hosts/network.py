@@ -1,20 +1,20 @@
-"""`Network`: namespaces, their cables, and what can be done to them.
+"""`Network`: network namespaces, their cables, and what a test can do to them.
 
     namespace of the switch      bridge ── port1      port2      port3
                                              │          │          │    veth pairs
     namespace of each host                  eth0       eth0       eth0
                                          10.93.0.1  10.93.0.2  10.93.0.3
 
-Nothing of it has a name on the machine: each namespace is held by a process (`keeper`) whose
-standard input is a pipe from this one. However this process ends, the keepers see the pipe close,
-end what runs on their hosts, and the kernel removes the rest. There is nothing to sweep.
+None of it has a name on the machine. A process (`keeper`) holds each namespace; its standard input
+is a pipe from this process. However this process ends, the pipes close, the keepers end what runs
+on their hosts, and the kernel removes the rest. Nothing needs to be cleaned up.
 
-A host's frames are delayed and lost by netem, at both ends of its cable; where the kernel has none,
-by a process (`cable`) between its port and the switch:
+netem delays and drops a host's frames at both ends of its cable. If the kernel lacks it, a process
+(`cable`) between port and switch does:
 
     bridge ── far1 ──▶ cable ──▶ near1 ── bridge ── port1 ── eth0
 
-The host keeps its interface, its address and its connections when that is put in and taken out.
+The host keeps its interface, its address and its connections when that process is added or removed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _TOOLS = {
     **dict.fromkeys(("ip", "tc", "bridge"), "iproute2"),
     **dict.fromkeys(("nsenter", "unshare"), "util-linux"),
 }
-"""What is called, and the package (Debian's name) that brings it."""
+"""The programs that are called, and the Debian packages that contain them."""
 _SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
 _READY_S = 60.0
 _COMMAND_S = 60.0
 _QUEUE_MS = 200
 _BURST_NBYTES = 16384
-"""What a slow cable lets through at once; above any frame."""
+"""Bytes that a slow cable passes in one burst; more than any frame."""
 _FRAME_NBYTES = 1514
 _TUN = "/dev/net/tun"
 _LISTENING = "0A"
@@ -53,9 +53,12 @@ _DISABLED, _FORWARDING = 0, 3
 
 
 class Facts(NamedTuple):
-    """What this machine lets a `Network` do. ``privileges`` says how it was made; ``rate`` and
-    ``netem`` whether the kernel can make a cable slow, and whether it can make it lose and delay
-    packets as well; ``tap`` whether a process can do that in its place."""
+    """What a `Network` can do on this machine.
+
+    ``privileges`` says how it was created. ``rate`` is true if the kernel can make a cable slow,
+    and ``netem`` if it can also delay and drop packets. ``tap`` is true if a process can do that
+    instead.
+    """
 
     privileges: str
     rate: bool
@@ -65,31 +68,33 @@ class Facts(NamedTuple):
     def __str__(self) -> str:
         lacks = []
         if not (self.rate or self.netem):
-            lacks.append("cables cannot be made slow: no sch_tbf")
+            lacks.append("cables cannot be slowed down: no sch_tbf")
         if not (self.netem or self.tap):
-            lacks.append("packets cannot be delayed or lost: no sch_netem, nor a usable " + _TUN)
+            lacks.append(
+                "packets cannot be delayed or dropped: no sch_netem, and no access to " + _TUN
+            )
         elif not self.netem:
-            lacks.append("packets are delayed and lost by a process: no sch_netem")
+            lacks.append("a process delays and drops packets: no sch_netem")
         return "; ".join([f"network namespaces, {self.privileges}", *lacks])
 
 
 class _Helper:
-    """A process of Python alone that says "ready", and ends when its standard input does."""
+    """A Python child process that prints "ready", and ends when its standard input closes."""
 
     def __init__(self, within: Sequence[str], script: str, *arguments: str) -> None:
-        """Raises UnsupportedError, with the end of what it says, where it cannot start."""
+        """Start the script. Raises UnsupportedError, with its output, if it does not start."""
         self._process = subprocess.Popen(
             [*within, sys.executable, "-I", "-S", script, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # an interrupt from the terminal is this process's affair
+            start_new_session=True,  # only this process handles an interrupt from the terminal
         )
         self.pid = self._process.pid
         self._hear()
 
     def tell(self, line: str) -> None:
-        """Blocks until it has done so. Raises UnsupportedError where it has ended."""
+        """Send a line and block until it took effect. Raises UnsupportedError if it ended."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
@@ -103,28 +108,28 @@ class _Helper:
             raise UnsupportedError(self._why())
 
     def _why(self) -> str:
-        """The end of what it had to say. Reaps it."""
+        """Reap the process and return the tail of its output."""
         _, errors = self._process.communicate(timeout=_READY_S)
         lines = errors.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self._process.returncode}"
 
     def close(self) -> None:
-        """Blocks; idempotent."""
-        self._process.communicate()  # closes its standard input and waits
+        """End the process. Blocks. Idempotent."""
+        self._process.communicate()  # closes its standard input, and waits
 
 
 class _Namespace:
-    """A network namespace and its keeper. ``enter`` is the command line that runs others in it."""
+    """A network namespace and its keeper. ``enter`` is the command that runs others in it."""
 
     def __init__(self, unshare: Sequence[str], user: bool) -> None:
-        """``unshare`` makes the namespace. Raises UnsupportedError where it may not."""
+        """Create the namespace with ``unshare``. Raises UnsupportedError if that is not allowed."""
         own = keeper.namespace_of("self")
         self._keeper = _Helper(unshare, keeper.__file__, str(own))
         self.pid = self._keeper.pid
         number = keeper.namespace_of(self.pid)
         if own is None or number is None:
             self.close()
-            raise UnsupportedError(f"/proc/{self.pid}/ns/net cannot be read: is /proc mounted?")
+            raise UnsupportedError(f"cannot read /proc/{self.pid}/ns/net; mount /proc")
         self.number = number
         self.enter = [_tool("nsenter"), f"--net=/proc/{self.pid}/ns/net"]
         if user:
@@ -132,15 +137,15 @@ class _Namespace:
         self.enter.append("--")
 
     def close(self) -> None:
-        """End all that runs in it. Blocks; idempotent."""
+        """End all processes in it. Blocks. Idempotent."""
         self._keeper.close()
 
 
 class Host:
-    """One machine of a `Network`, which makes it.
+    """One machine of a `Network`, which creates it.
 
-    ``address`` is where the others reach it; ``command`` what goes before a command line to have it
-    run here. One thread at a time changes its cable.
+    ``address`` is where the other hosts reach it. ``command`` is the command that runs another one
+    on this host. Only one thread at a time may change its cable.
     """
 
     def __init__(self, network: Network, name: str, number: int) -> None:
@@ -160,27 +165,30 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """A process that is in the host's namespace while there is a host."""
+        """Id of a process that is in the host's namespace as long as the host exists."""
         return self._namespace.pid
 
     # -- processes --------------------------------------------------------------------------
 
     def start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a process here and return at once; ``options`` as `subprocess.Popen` has. Its
-        process id is that of ``argv`` itself. It ends with the host at the latest."""
+        """Start a process on this host and return at once.
+
+        ``options`` are those of `subprocess.Popen`. The process id is that of ``argv`` itself. The
+        process ends with the host at the latest.
+        """
         process = subprocess.Popen([*self.command, *argv], **options)
         self._started.append(process)
         return process
 
     def run(self, argv: Sequence[str], timeout_s: float = _COMMAND_S) -> str:
-        """What a command prints. Raises CalledProcessError, TimeoutExpired."""
+        """Run a command and return its output. Raises CalledProcessError or TimeoutExpired."""
         done = subprocess.run(
             [*self.command, *argv], check=True, timeout=timeout_s, stdout=subprocess.PIPE, text=True
         )
         return done.stdout
 
     def listens(self, port: int) -> bool:
-        """Whether a process here accepts TCP connections at ``port``."""
+        """Return True if a process on this host accepts TCP connections at ``port``."""
         for table in ("tcp", "tcp6"):
             with contextlib.suppress(FileNotFoundError):
                 for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
@@ -190,8 +198,8 @@ class Host:
         return False
 
     def kill(self) -> None:
-        """The power goes: all processes here end at once. The host can be used again."""
-        for process in self._started:  # one of them may not have entered the namespace yet
+        """Kill all processes of the host, as in a power failure. The host can be used again."""
+        for process in self._started:  # one may not have entered the namespace yet
             process.kill()
         left = keeper.end_all(self._namespace.number, (self.pid,))
         if left:
@@ -204,12 +212,12 @@ class Host:
 
     @property
     def received(self) -> int:
-        """Bytes that have come in so far."""
+        """Number of bytes received so far."""
         return self._counted(0)
 
     @property
     def sent(self) -> int:
-        """Bytes that have gone out so far."""
+        """Number of bytes sent so far."""
         return self._counted(8)
 
     def _counted(self, column: int) -> int:
@@ -217,11 +225,13 @@ class Host:
             name, _, numbers = line.partition(":")
             if name.strip() == "eth0":
                 return int(numbers.split()[column])
-        raise UnsupportedError(f"host {self.name} has no eth0: its network is closed")
+        raise UnsupportedError(f"host {self.name} has no eth0 because its network is closed")
 
     def cut(self) -> None:
-        """The switch drops what comes from here and what goes here, without a word: the host sees a
-        cable that is plugged in, and silence."""
+        """Drop all frames from and to this host at the switch.
+
+        The host sees no error: its link stays up.
+        """
         self._forward(False)
 
     def slow(
@@ -233,29 +243,32 @@ class Host:
         loss: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """Make the cable worse, each way: it lets ``bytes_s`` through (None: all), and what does
-        not fit a queue of a fifth of a second is lost, as on a real one; ``delay_s`` is added, give
-        or take ``jitter_s``; ``loss`` is the share of packets that is lost beside. Replaces what
-        was said before. Takes hold before it returns; connections stay.
+        """Degrade the cable both ways. Replaces earlier conditions; connections stay open.
 
-        Where it is not the kernel that loses packets but a process (`Facts.netem`), ``seed`` says
-        which, counted from here, and some hundred Mbit/s come through.
+        Args:
+            bytes_s: bandwidth in bytes per second; None sets no limit. The queue holds a fifth of a
+                second; packets beyond that are dropped.
+            delay_s: added delay in seconds.
+            jitter_s: each packet's delay varies by up to this many seconds.
+            loss: share of packets to drop in addition.
+            seed: decides which packets are dropped, counted from this call. Only used if a process
+                drops them (`Facts.netem`). Some hundred Mbit/s get through in that case.
 
-        Raises UnsupportedError where this machine cannot.
+        The conditions hold when this returns. Raises UnsupportedError if this machine cannot do it.
         """
         if not (0 <= loss <= 1 and 0 <= jitter_s <= delay_s and (bytes_s is None or bytes_s > 0)):
             raise ValueError(
-                f"given {bytes_s} bytes/s, a delay of {delay_s} s, give or take {jitter_s} s, and "
-                f"a loss of {loss}; supported are more than 0 bytes/s or None, a jitter of 0 to "
-                "the delay, and a loss of 0 to 1"
+                f"given {bytes_s} bytes/s, a delay of {delay_s} s with a jitter of {jitter_s} s, "
+                f"and a loss of {loss}; supported are more than 0 bytes/s or None, a jitter from 0 "
+                "to the delay, and a loss from 0 to 1"
             )
         facts, far = self._network.facts, bool(delay_s or loss)
         can_rate, can_far = facts.rate or facts.netem, facts.tap or facts.netem
         if (bytes_s and not can_rate) or (far and not can_far):
             raise UnsupportedError(
                 f"given a delay of {delay_s} s and a loss of {loss:.0%}, at {bytes_s} bytes/s; "
-                f"supported here: {facts}. Ask for less, run a kernel with sch_netem, or have a "
-                f"{_TUN} that may be opened"
+                f"supported here: {facts}. Ask for less, run a kernel with sch_netem, or allow "
+                f"access to {_TUN}"
             )
         if facts.netem:
             self._queue_with(_netem(bytes_s, delay_s, jitter_s, loss) if bytes_s or far else None)
@@ -267,8 +280,11 @@ class Host:
             self._cable.tell(f"{delay_s} {jitter_s} {loss} {seed}")
 
     def heal(self) -> None:
-        """The cable is whole, and as fast as the machine. Raises UnsupportedError where the process
-        that delayed packets has ended by itself, and lost them all."""
+        """Restore the cable to full speed, without loss.
+
+        Raises UnsupportedError if the process that delayed packets has ended unexpectedly, because
+        it has dropped them all since.
+        """
         process, self._cable = self._cable, None
         if process is not None:
             enter = self._network._switch.enter
@@ -276,19 +292,19 @@ class Host:
         self._forward(True)
         self._queue_with(None)
         if process is not None:
-            process.tell("0 0 0 0")  # it says why it has ended, if it has
+            process.tell("0 0 0 0")  # raises if it has ended
             process.close()
 
     def _queue_with(self, kind: str | None) -> None:
-        """Have both ends of the cable send as this kind of queue does; None: at once."""
+        """Set the queueing discipline at both ends of the cable; None removes it."""
         for enter, device in self._ends:
-            if kind is None:  # there may be none to remove
+            if kind is None:  # there may be nothing to remove
                 _run(enter, "tc", f"qdisc del dev {device} root", check=False)
             else:
                 _run(enter, "tc", f"qdisc replace dev {device} root {kind}")
 
     def _put_in(self) -> _Helper:
-        """A process between the port and the switch, which does nothing yet."""
+        """Add a process between the port and the switch, which only forwards so far."""
         enter = self._network._switch.enter
         process = _Helper(enter, cable.__file__, *self._taps)
         near, far = self._taps
@@ -300,18 +316,18 @@ class Host:
             f"link set {near} master {self._line}",
             f"link set {self._port} master {self._line}",
         )
-        if not self._whole:  # a port forwards when it has changed its bridge
+        if not self._whole:  # a port forwards after it moved to another bridge
             self._forward(False)
         _ip(enter, f"link set {far} master hub")
         return process
 
     @property
     def _ends(self) -> list[tuple[Sequence[str], str]]:
-        """Both ends of the cable: how to get there, and the interface."""
+        """Return both ends of the cable, as (command that enters the namespace, interface)."""
         return [(self._namespace.enter, "eth0"), (self._network._switch.enter, self._port)]
 
     def _forward(self, whether: bool) -> None:
-        """Have the switch pass frames on at this host's port, or drop them."""
+        """Let the switch forward frames at this host's port, or drop them."""
         self._whole = whether
         state = _FORWARDING if whether else _DISABLED
         _run(self._network._switch.enter, "bridge", f"link set dev {self._port} state {state}")
@@ -339,9 +355,9 @@ class Host:
 
 
 class Network(AbstractContextManager["Network"], Mapping[str, Host]):
-    """Hosts by name, all on one switch, for the length of a ``with``.
+    """Hosts by name, all on one switch, for the length of a ``with`` block.
 
-    Raises UnsupportedError, saying what is missing, where this machine has no hosts to give.
+    Raises UnsupportedError, with what is missing, if this machine cannot provide hosts.
     """
 
     def __init__(self, *names: str) -> None:
@@ -368,7 +384,7 @@ class Network(AbstractContextManager["Network"], Mapping[str, Host]):
         self.close()
 
     def close(self) -> None:
-        """End all that runs on the hosts, and the hosts. Blocks; idempotent."""
+        """End all processes of the hosts, and remove the hosts. Blocks. Idempotent."""
         for host in self._hosts.values():
             host._close()
         self._hosts.clear()
@@ -384,12 +400,12 @@ class Network(AbstractContextManager["Network"], Mapping[str, Host]):
         return len(self._hosts)
 
     def heal(self) -> None:
-        """Every cable is whole and fast."""
+        """Restore every cable to full speed, without loss."""
         for host in self._hosts.values():
             host.heal()
 
     def _look(self) -> Facts:
-        """Try, on the switch's loopback, what this kernel has."""
+        """Find out what this kernel supports, with the switch's loopback device."""
         has = {}
         for kind in ("netem delay 1ms", f"tbf rate 1mbit burst {_BURST_NBYTES} latency 50ms"):
             line = f"qdisc add dev lo root {kind}"
@@ -407,7 +423,7 @@ class Network(AbstractContextManager["Network"], Mapping[str, Host]):
 
 
 def why_not() -> str | None:
-    """What is in the way of hosts on this machine, in a sentence; None where nothing is."""
+    """Return what this machine lacks for hosts, as a sentence, or None if it lacks nothing."""
     try:
         with Network("probe"):
             return None
@@ -416,7 +432,7 @@ def why_not() -> str | None:
 
 
 def _switch() -> tuple[_Namespace, bool]:
-    """A namespace to hold the switch, and whether it is in a user namespace of its own."""
+    """Create the switch's namespace. Return it, and True if it is in its own user namespace."""
     refused = []
     for user in (False, True):
         if os.geteuid() != 0 and not user:
@@ -427,8 +443,8 @@ def _switch() -> tuple[_Namespace, bool]:
         except UnsupportedError as error:
             refused.append(f"{'in a user namespace' if user else 'as root'}: {error}")
     raise UnsupportedError(
-        f"no network namespaces here ({'; '.join(refused)}); supported: root with CAP_SYS_ADMIN, "
-        "or a system that lets users make namespaces. In a container, give it that capability"
+        f"cannot create network namespaces ({'; '.join(refused)}); run as root with CAP_SYS_ADMIN "
+        "(in a container, grant it), or on a system that lets users create them"
     )
 
 
@@ -437,7 +453,7 @@ def _tbf(bytes_s: float) -> str:
 
 
 def _netem(bytes_s: float | None, delay_s: float, jitter_s: float, loss: float) -> str:
-    """Its queue has to hold what is on its way too."""
+    """Return netem's parameters. Its queue must also hold the packets in flight."""
     frames = cable.MAX_FRAMES
     rate = ""
     if bytes_s is not None:
@@ -452,7 +468,7 @@ def _bits(bytes_s: float) -> str:
 
 
 def _tool(name: str) -> str:
-    """Path of a program. Raises UnsupportedError naming the package that brings it."""
+    """Return the path of a program. Raises UnsupportedError with the package to install."""
     found = shutil.which(name, path=_SEARCHED)
     if found is None:
         raise UnsupportedError(f"hosts need {name}: install {_TOOLS[name]}")
@@ -460,12 +476,15 @@ def _tool(name: str) -> str:
 
 
 def _ip(enter: Sequence[str], *lines: str) -> None:
-    """Run lines of ip in a namespace. Raises UnsupportedError with what it says."""
+    """Run lines of ip in a namespace. Raises UnsupportedError with its error message."""
     _run(enter, "ip", "-batch -", "\n".join(lines) + "\n")
 
 
 def _run(enter: Sequence[str], tool: str, line: str, given: str = "", check: bool = True) -> bool:
-    """Run a tool in a namespace; whether it worked. Raises UnsupportedError where it must."""
+    """Run a tool in a namespace, and return whether it succeeded.
+
+    With ``check``, a failure raises UnsupportedError.
+    """
     done = subprocess.run(
         [*enter, _tool(tool), *line.split()],
         input=given,

@@ -1,8 +1,8 @@
-"""A trace replayed through the real index, manager, policies and planner. Only time is modelled.
+"""Replays a trace through the real index, manager, policies and planner. Only time is simulated.
 
 command   the options of `kvcore simulate`
 sweep     the scenarios of a run, and their outcomes as a table, JSON and a plot
 run       one scenario over one trace
-media     the manager's transport: each transfer takes as long as the rates say
-trace     requests in the format that Mooncake publishes, one a line
+media     the manager's transport: transfers take as long as the rates say
+trace     requests in the format that Mooncake publishes, one per line
 """

@@ -1,7 +1,7 @@
-"""The media between leader and pages: they move nothing, and take as long as their rates say.
+"""Simulated media between leader and pages: they copy nothing, and take as long as their rates say.
 
-Each path is one server, as a path of the transfer engine is: of the operations that are ready the
-one of best priority runs, and the next when it ends. Time is a number that `Clock` moves.
+Each path serves one operation at a time, like a path of the transfer engine. When one ends, the
+ready operation with the best priority is next. Time is a number that `Clock` advances.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Clock", "Media"]
 
 
 class Clock:
-    """What happens when. Events of one time happen in the order in which they were asked for."""
+    """A queue of events by time. Events of equal time happen in the order of `after` calls."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,25 +27,25 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """``call`` happens ``seconds`` from now."""
+        """Call ``call`` in ``seconds`` from now."""
         heapq.heappush(self._events, (self.now + seconds, next(self._order), call))
 
     def run_until(self, when: float) -> None:
-        """Let everything happen that is due by ``when``; it is ``when`` then."""
+        """Run all events that are due by ``when``, and set the time to ``when``."""
         while self._events and self._events[0][0] <= when:
             self.now, _, call = heapq.heappop(self._events)
             call()
         self.now = when
 
     def run_out(self) -> None:
-        """Let everything happen."""
+        """Run all events."""
         while self._events:
             self.now, _, call = heapq.heappop(self._events)
             call()
 
 
 class _Run:
-    """A graph in flight: for each op how many it waits for, and which wait for it."""
+    """A graph in flight: for each op, how many ops it waits for, and which wait for it."""
 
     __slots__ = ("behind", "graph", "missing")
 
@@ -59,9 +59,9 @@ class _Run:
 
 
 class Media:
-    """The manager's transport in a simulation. ``complete`` takes the report of each op.
+    """The manager's transport in a simulation. ``complete`` receives the report of each op.
 
-    ``block_bytes`` are moved a row; layers of a load by layers share them evenly.
+    A row moves ``block_bytes`` bytes. The layers of a load by layers share them evenly.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Media:
         self._ready: dict[Path, list[tuple[int, int, _Run, TransferOp]]] = {p: [] for p in Path}
         self._busy: set[Path] = set()
 
-    # -- what the manager asks of a transport ---------------------------------------------------
+    # -- the Transport protocol -----------------------------------------------------------------
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
         assert lane is None, "nothing here sends messages"
@@ -89,19 +89,19 @@ class Media:
                 self._queue(run, op)
 
     def cancel(self, graph_id: int) -> None:
-        """Nothing is late here: every load ends as its rates say."""
+        """Do nothing, because no load misses its deadline here."""
 
     def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        """There are no bytes to make unreadable."""
+        """Do nothing, because there are no bytes to make unreadable."""
 
     def wait_report(self, timeout: float) -> bool:
-        """Reports are delivered as they happen."""
+        """Return False: reports are delivered as they happen."""
         return False
 
     def poll(self) -> Sequence[OpReport]:
         return ()
 
-    # -- the servers ----------------------------------------------------------------------------
+    # -- the paths ------------------------------------------------------------------------------
 
     def _queue(self, run: _Run, op: TransferOp) -> None:
         entry = (run.graph.priority, next(self._order), run, op)

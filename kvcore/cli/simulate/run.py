@@ -1,10 +1,10 @@
-"""One scenario over one trace.
+"""The simulation of one scenario over one trace.
 
     arrives ──▶ lookup, plan ──▶ load ──▶ queue of the engine ──▶ prefill ──▶ first token, save
                      └── nothing to load, or a load in the step ──▲
 
-The engine prefills one prompt after another, in the order in which they are ready; answers cost it
-nothing, and its own cache is not there: what it would still hold counts as read from host memory.
+The engine prefills prompts one after another, in the order in which they are ready. Answers take no
+time. The engine has no prefix cache: KV that it would still hold counts as read from host memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMESPACE = b"simulated" + bytes(7)
 
 
 class Way(str, Enum):
-    """Who decides whether what is held is loaded."""
+    """What decides whether to load the blocks that were found."""
 
     PLANNER = "planner"
     ALWAYS = "always"
@@ -56,17 +56,17 @@ _DISK = TierRates(2e-4, 1 / 3e9)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A machine and how kvcore is set on it.
+    """A machine, and kvcore's settings on it.
 
     Args:
-        host_blocks: of host memory that are indexed; ``staging_blocks`` stand beside them.
-        disk_blocks: 0: no disk.
-        block_bytes: of a block of ``block_tokens`` tokens.
-        layers, compute: of the model; rates of its prefill.
-        host, disk: rates of reads; writes take as long.
-        way: who decides.
-        write, admit_after: when a block goes to disk.
-        batch_blocks: blocks of one operation.
+        host_blocks: indexed blocks of host memory. ``staging_blocks`` come in addition.
+        disk_blocks: blocks on disk; 0 means no disk.
+        block_bytes: bytes of a block, which has ``block_tokens`` tokens.
+        layers, compute: the model's layers, and the rate of its prefill.
+        host, disk: rates of reads. Writes take as long.
+        way: what decides whether to load.
+        write, admit_after: when a block is written to disk.
+        batch_blocks: blocks per operation.
         step_bytes: largest load from host memory that is part of a step.
     """
 
@@ -91,19 +91,20 @@ class Scenario:
     def __post_init__(self) -> None:
         if min(self.host_blocks, self.block_tokens, self.block_bytes, self.layers) < 1:
             raise ConfigError(
-                f"a simulated machine holds at least one block in host memory: got {self}"
+                f"given {self}; a simulated machine has a layer and at least one block"
             )
         if min(self.disk_blocks, self.staging_blocks) < 0:
-            raise ConfigError(f"sizes of a simulated machine are not below zero: got {self}")
+            raise ConfigError(f"given {self}; a simulated machine has no negative sizes")
 
 
 @dataclass
 class Outcome:
-    """What came of it: tokens, and seconds.
+    """The result of a simulation, in tokens and seconds.
 
-    ``found`` are tokens loaded by tier; ``misses`` lookups that loaded nothing, by reason;
-    ``first_token`` the seconds from arrival to the first token, a request each; ``prefill`` what
-    the engine computed and ``prefill_alone`` what it would have without any of this.
+    ``found`` counts loaded tokens by tier, and ``misses`` the lookups that loaded nothing, by
+    reason. ``first_token`` has the seconds from arrival to the first token of each request.
+    ``prefill`` is the time that the engine computed, and ``prefill_alone`` the time that it would
+    have without kvcore.
     """
 
     scenario: Scenario
@@ -117,23 +118,23 @@ class Outcome:
 
     @property
     def hit_rate(self) -> dict[str, float]:
-        """Share of the prompts' tokens loaded, by tier."""
+        """Return the share of the prompts' tokens that were loaded, by tier."""
         return {tier: found / max(1, self.tokens) for tier, found in self.found.items()}
 
     @property
     def saved(self) -> float:
-        """Seconds of prefill that the engine did not have to do."""
+        """Return the seconds of prefill that the engine saved."""
         return self.prefill_alone - self.prefill
 
     def quantile(self, share: float) -> float:
-        """Seconds to the first token that this share of the requests stays under."""
+        """Return the seconds to the first token that this share of the requests does not exceed."""
         return float(np.quantile(np.frombuffer(self.first_token), share)) if self.requests else 0.0
 
 
 def simulate(scenario: Scenario, requests: Iterable[TraceRequest], speed: float = 1.0) -> Outcome:
-    """Replay ``requests``, their times divided by ``speed``."""
+    """Replay ``requests``, with their times divided by ``speed``."""
     if not speed > 0:
-        raise ConfigError(f"a trace is replayed at a speed above zero, got {speed}")
+        raise ConfigError(f"given a speed of {speed}; it must be above 0")
     machine = _Machine(scenario)
     for request in requests:
         machine.clock.run_until(request.at / speed)
@@ -145,7 +146,7 @@ def simulate(scenario: Scenario, requests: Iterable[TraceRequest], speed: float 
 
 @dataclass
 class _Job:
-    """A request at the engine; KV of ``loaded`` tokens is there, or comes in the step."""
+    """A request at the engine. KV of ``loaded`` tokens is present, or is loaded in the step."""
 
     request: TraceRequest
     arrived: float
@@ -154,7 +155,7 @@ class _Job:
 
 
 class _Machine:
-    """Manager, media, planner and engine of one run. Everything happens on one clock."""
+    """The manager, media, planner and engine of one run, with a common clock."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -181,7 +182,7 @@ class _Machine:
         self._waiting = 0.0  # seconds of prefill in the queue
         self._units: dict[int, list[UnitTable]] = {}
 
-    # -- a request comes ------------------------------------------------------------------------
+    # -- arrival of a request -------------------------------------------------------------------
 
     def arrive(self, request: TraceRequest) -> None:
         self.manager.maintain()
@@ -194,7 +195,7 @@ class _Machine:
             self._enqueue(job)
 
     def _stop(self, request: TraceRequest, hit: Hit) -> int:
-        """How many tokens are loaded; a reason is counted where it is none."""
+        """Return the number of tokens to load. If it is 0, count the reason."""
         held = min(hit.depth * self._block, request.tokens - 1)
         if not held:
             short = not request.keys
@@ -255,7 +256,7 @@ class _Machine:
                 found[source.tier] = found.get(source.tier, 0) + tokens
 
     def _places(self, blocks: int) -> list[UnitTable]:
-        """Pages that nobody looks at."""
+        """Return tables of pages that are never read."""
         if blocks not in self._units:
             self._units[blocks] = [UnitTable.of(np.zeros((blocks, 1), np.int64), self._block)]
         return self._units[blocks]
@@ -288,8 +289,10 @@ class _Machine:
         self.clock.after(took, lambda: self._prefilled(job))
 
     def _load_in_step(self, job: _Job) -> float:
-        """Begin the load that goes with the step; seconds that it takes. What has left host memory
-        since the lookup is computed."""
+        """Start the load that belongs to the step, and return its seconds.
+
+        Blocks that have left host memory since the lookup are computed.
+        """
         if job.in_step is None:
             return 0.0
         keys = job.request.keys
@@ -320,7 +323,7 @@ class _Machine:
 
 
 def _manager(scenario: Scenario, clock: Clock) -> KVManager:
-    """The real one, over media that only take time."""
+    """Create a real manager, over media that only take time."""
     specs = [TierSpec(HOST, scenario.host_blocks, scenario.policy)]
     backing = []
     if scenario.disk_blocks:

@@ -1,4 +1,4 @@
-"""`kvcore simulate`: scenarios of a sweep, and their outcomes as a table, JSON and a picture."""
+"""`kvcore simulate`: the scenarios of a sweep, and their outcomes as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Machine", "Sweep", "as_json", "as_table", "draw", "run"]
 
 @dataclass(frozen=True)
 class Machine:
-    """The model and the media: bytes of KV a token, weights, and bytes and FLOP per second."""
+    """The model and the media: KV bytes per token, weights, and bytes and FLOP per second."""
 
     block_tokens: int
     token_bytes: str
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Every combination is a scenario: sizes as text, names of policies and of who decides."""
+    """The values to combine into scenarios: sizes as text, policies, and what decides to load."""
 
     host: Sequence[str]
     disk: Sequence[str]
@@ -51,7 +51,7 @@ class Sweep:
 def run(
     trace: Path, machine: Machine, sweep: Sweep, speed: float, limit: int | None
 ) -> Iterator[Outcome]:
-    """The outcome of each scenario, as it ends. Raises ConfigError or FormatError."""
+    """Yield the outcome of each scenario as it ends. Raises ConfigError or FormatError."""
     for scenario in list(_scenarios(machine, sweep)):
         yield simulate(scenario, read_trace(trace, machine.block_tokens, limit), speed)
 
@@ -59,9 +59,9 @@ def run(
 def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
     block_bytes = machine.block_tokens * parse_size(machine.token_bytes)
     if block_bytes < 1 or min(machine.layers, machine.width, machine.parameters) < 1:
-        raise ConfigError(f"a model has bytes, layers, a width and parameters: got {machine}")
+        raise ConfigError(f"given {machine}; bytes, layers, width and parameters must be above 0")
     if not machine.flops > 0 or machine.disk_latency_ms < 0:
-        raise ConfigError(f"flops are above zero and a latency not below it: got {machine}")
+        raise ConfigError(f"given {machine}; flops must be above 0, and a latency not negative")
     for host, disk, policy, way in itertools.product(
         sweep.host, sweep.disk, sweep.policies, sweep.ways
     ):
@@ -84,22 +84,22 @@ def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
 
 def _one_of(option: str, given: str, known: Sequence[str]) -> str:
     if given not in known:
-        raise ConfigError(f"{option} was given {given!r}; supported are {', '.join(known)}")
+        raise ConfigError(f"given {option} {given!r}; supported are {', '.join(known)}")
     return given
 
 
 def _second_a_byte(bandwidth: str) -> float:
     found = parse_size(bandwidth)
     if found < 1:
-        raise ConfigError(f"a bandwidth is bytes per second above zero, got {bandwidth!r}")
+        raise ConfigError(f"given a bandwidth of {bandwidth!r}; give bytes per second above 0")
     return 1 / found
 
 
-# -- what is shown ------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
-    """One outcome as plain values; sizes in bytes, times in seconds, rates as shares."""
+    """Return an outcome as plain values: sizes in bytes, times in seconds, rates as shares."""
     scenario = outcome.scenario
     return {
         "host_bytes": scenario.host_blocks * scenario.block_bytes,
@@ -121,26 +121,28 @@ _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
 def as_json(trace: Path, outcomes: Sequence[Outcome]) -> str:
-    """All outcomes, and of which trace."""
+    """Return the trace's name and all outcomes as JSON."""
     return json.dumps({"trace": trace.name, "rows": [row(one) for one in outcomes]}, indent=1)
 
 
 def as_table(trace: Path, outcomes: Sequence[Outcome]) -> Table:
-    """A line a scenario."""
-    table = Table(title=trace.name, caption="times are modelled; hits are the real bookkeeping's")
+    """Return a table with a row for each scenario."""
+    table = Table(
+        title=trace.name, caption="times are modelled; hits come from the real index and policies"
+    )
     for name in ("host", "disk", "policy", "plan"):
         table.add_column(name)
     for name in ("host hits", "disk hits", "TTFT p50", "p90", "p99", "prefill saved"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
-        told = row(outcome)
-        rate, first = told["hit_rate"], told["ttft_s"]
+        shown = row(outcome)
+        rate, first = shown["hit_rate"], shown["ttft_s"]
         share = outcome.saved / outcome.prefill_alone if outcome.prefill_alone else 0.0
         table.add_row(
-            format_size(told["host_bytes"], exact=False),
-            format_size(told["disk_bytes"], exact=False),
-            told["policy"],
-            told["plan"],
+            format_size(shown["host_bytes"], exact=False),
+            format_size(shown["disk_bytes"], exact=False),
+            shown["policy"],
+            shown["plan"],
             *(f"{rate.get(tier, 0.0):.1%}" for tier in ("host", "disk")),
             *(f"{first[name]:.3g} s" for name, _ in _QUANTILES),
             f"{outcome.saved:,.0f} s ({share:.0%})",
@@ -149,9 +151,9 @@ def as_table(trace: Path, outcomes: Sequence[Outcome]) -> Table:
 
 
 def draw(path: Path, trace: Path, outcomes: Sequence[Outcome]) -> None:
-    """Hit rate and time to the first token by host memory, a line for each other setting.
+    """Plot hit rate and time to the first token over host memory, a line for each other setting.
 
-    Raises ConfigError where matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -164,14 +166,14 @@ def draw(path: Path, trace: Path, outcomes: Sequence[Outcome]) -> None:
     FigureCanvasAgg(figure)
     hits, first = figure.subplots(1, 2)
     lines: dict[str, list[dict[str, Any]]] = {}
-    for told in map(row, outcomes):
-        name = f"{told['policy']}, {told['plan']}, disk {format_size(told['disk_bytes'])}"
-        lines.setdefault(name, []).append(told)
+    for shown in map(row, outcomes):
+        name = f"{shown['policy']}, {shown['plan']}, disk {format_size(shown['disk_bytes'])}"
+        lines.setdefault(name, []).append(shown)
     for name, rows in lines.items():
-        rows.sort(key=lambda told: told["host_bytes"])
-        sizes = [told["host_bytes"] / 2**30 for told in rows]
-        hits.plot(sizes, [sum(told["hit_rate"].values()) for told in rows], "o-", label=name)
-        first.plot(sizes, [told["ttft_s"]["p50"] for told in rows], "o-", label=name)
+        rows.sort(key=lambda shown: shown["host_bytes"])
+        sizes = [shown["host_bytes"] / 2**30 for shown in rows]
+        hits.plot(sizes, [sum(shown["hit_rate"].values()) for shown in rows], "o-", label=name)
+        first.plot(sizes, [shown["ttft_s"]["p50"] for shown in rows], "o-", label=name)
     hits.set(xlabel="host memory, GiB", ylabel="share of tokens loaded", ylim=(0, 1))
     first.set(xlabel="host memory, GiB", ylabel="seconds to the first token, median")
     first.set_ylim(bottom=0)

@@ -2,9 +2,9 @@
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ...]}
 
-Milliseconds from the start, not falling; tokens; and a number for each block of the prompt, the
-last of which may be a part of one. Equal numbers from the front are equal text. Nothing of the
-answer is named, so nothing of it is reused.
+``timestamp`` is in milliseconds from the start and never decreases. Lengths are in tokens.
+``hash_ids`` has a number for each block of the prompt, of which the last may be partial. Equal
+numbers from the front mean equal text. The answer has no numbers, so it is never reused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvcore.model.keys import KEY_BYTES
 __all__ = ["TraceRequest", "read_trace"]
 
 MAX_LINE = 1 << 24
-"""Characters; longer ones are no request."""
+"""Most characters of a line."""
 
 
 class TraceRequest(NamedTuple):
-    """``at`` seconds from the start; ``keys`` of the prompt's whole blocks."""
+    """A request at ``at`` seconds. ``keys`` are those of the prompt's whole blocks."""
 
     at: float
     tokens: int
@@ -44,9 +44,9 @@ class _Line(msgspec.Struct):
 def read_trace(
     path: Path, block_tokens: int = 512, limit: int | None = None
 ) -> Iterator[TraceRequest]:
-    """The requests of a trace, at most ``limit``, read as they are asked for.
+    """Read the requests of a trace lazily, at most ``limit``.
 
-    Raises FormatError that names the line of anything else, ConfigError where there is no file.
+    Raises FormatError, with the line, for invalid content, and ConfigError if the file is missing.
     """
     decode = msgspec.json.Decoder(_Line).decode
     before, count = 0.0, 0
@@ -59,42 +59,43 @@ def read_trace(
                     return
                 where = f"{path.name}, line {number}"
                 try:
-                    told = decode(line)
+                    decoded = decode(line)
                 except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise FormatError(f"{where}: not a request of a trace: {error}") from error
-                _check(told, before, block_tokens, where)
-                before, count = told.timestamp, count + 1
-                whole = told.hash_ids[: told.input_length // block_tokens]
+                    raise FormatError(f"{where}: not a valid request: {error}") from error
+                _check(decoded, before, block_tokens, where)
+                before, count = decoded.timestamp, count + 1
+                whole = decoded.hash_ids[: decoded.input_length // block_tokens]
                 yield TraceRequest(
-                    told.timestamp / 1e3, told.input_length, told.output_length, _keys(whole)
+                    decoded.timestamp / 1e3,
+                    decoded.input_length,
+                    decoded.output_length,
+                    _keys(whole),
                 )
     except OSError as error:
-        raise ConfigError(
-            f"the trace cannot be read: {error}; give a file of JSON lines"
-        ) from error
+        raise ConfigError(f"cannot read the trace: {error}; give a file of JSON lines") from error
 
 
-def _check(told: _Line, before: float, block_tokens: int, where: str) -> None:
-    if told.input_length < 1 or told.output_length < 0:
+def _check(read: _Line, before: float, block_tokens: int, where: str) -> None:
+    if read.input_length < 1 or read.output_length < 0:
         raise FormatError(
-            f"{where}: {told.input_length} tokens asked and {told.output_length} answered; a "
-            "request has at least one, and none below zero"
+            f"{where}: input_length {read.input_length}, output_length {read.output_length}; the "
+            "first must be above 0, the second not negative"
         )
-    if not before <= told.timestamp < 1e15:
+    if not before <= read.timestamp < 1e15:
         raise FormatError(
-            f"{where}: timestamp {told.timestamp} after {before}; requests come in order of time, "
-            "in milliseconds: sort the trace"
+            f"{where}: timestamp {read.timestamp} after {before}; sort the trace by timestamp, in "
+            "milliseconds"
         )
-    blocks = -(-told.input_length // block_tokens)
-    if not told.input_length // block_tokens <= len(told.hash_ids) <= blocks:
+    blocks = -(-read.input_length // block_tokens)
+    if not read.input_length // block_tokens <= len(read.hash_ids) <= blocks:
         raise FormatError(
-            f"{where}: {len(told.hash_ids)} hash_ids for {told.input_length} tokens; with blocks "
-            f"of {block_tokens} there are {blocks}: give the block size the trace was made with"
+            f"{where}: {len(read.hash_ids)} hash_ids for {read.input_length} tokens; with blocks "
+            f"of {block_tokens} there must be {blocks}; give the block size of the trace"
         )
 
 
 def _keys(ids: list[int]) -> list[bytes]:
-    """A key for each block and all before it, so that any numbers make sound chains."""
+    """Derive a key for each block from it and all blocks before, as a valid chain."""
     keys, key = [], b""
     for number in ids:
         key = hashlib.blake2b(b"%b%d" % (key, number), digest_size=KEY_BYTES).digest()

@@ -1,10 +1,10 @@
-"""The conformance kit: the same cases on every engine that kvcore supports.
+"""The conformance kit: one set of cases for every engine that kvcore supports.
 
     kvcore conformance --engine reference            a table, or JSON
-    class TestMine(ConformanceSuite): ...            the same under pytest (`.suite`)
+    class TestMine(ConformanceSuite): ...            the same cases under pytest (see `.suite`)
 
-A `Driver` starts and drives an engine (`docs/conformance.md` shows how to write one). Importing
-this package registers the cases. It loads no engine and no pytest.
+A `Driver` starts an engine and sends it requests; `docs/conformance.md` shows how to write one.
+Importing this package registers the cases. It imports no engine and no pytest.
 """
 
 from kvcore.testing.conformance import cases

@@ -1,13 +1,13 @@
-"""What an engine must offer to be tried by the kit: a driver that starts it, and the engine.
+"""The interface between the conformance kit and an engine: a driver, and the engine it starts.
 
     driver = ...                                     one per kind of engine, cheap to make
-    engine = driver.start(Setup(model, kvcore={}))   an engine with kvcore in it; None: without
-    answers = engine.ask([Ask(tokens)])              all at once, greedy
-    engine.settle(); engine.forget()                 saves published; its own cache emptied
+    engine = driver.start(Setup(model, kvcore={}))   an engine with kvcore; None leaves it out
+    answers = engine.ask([Ask(tokens)])              all requests at once, greedy
+    engine.settle(); engine.forget()                 publish saves; empty the engine's own cache
     engine.stop()
 
-An adapter's package has a module ``kvcore_<engine>.conformance`` whose ``driver()`` gives one; that
-is how `kvcore conformance --engine NAME` finds it.
+The module ``kvcore_<engine>.testing.conformance`` of an adapter has a function ``driver()``.
+`kvcore conformance --engine NAME` calls it to get the engine's driver.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 from kvcore.errors import ConfigError
 
 ASK_S = 600.0
-"""How long requests may take: on a machine that does much else, minutes."""
+"""Seconds that requests may take. The limit is long because the machine may be busy."""
 
 __all__ = ["ASK_S", "Answer", "Ask", "Capability", "Driver", "Engine", "Setup", "find_driver"]
 
 
 class Capability(Enum):
-    """What not every engine can do. A case that needs one it lacks is left out, by name."""
+    """An ability that some engines lack. A case that needs it is then left out, by name."""
 
     CHUNKED_PREFILL = "chunked prefill"
     PREEMPTION = "preemption"
@@ -43,18 +43,19 @@ class Capability(Enum):
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine to start.
+    """How to start one engine.
 
     Args:
-        model: folder in Hugging Face's format.
-        kvcore: its settings, nested like the config file; None leaves kvcore out.
-        ranks: tensor-parallel ranks, of each stage.
-        stages: pipeline stages.
-        step_tokens: most tokens of a step, where prompts can be cut; None for any number.
-        memory_tokens: KV that fits the engine's own memory, about; None for plenty.
-        lora: whether requests will name LoRA weights.
-        dtype: what the model is computed and its KV is kept in, by torch's name.
-        path: folders to put before the module search path, for plugins of the kit's own.
+        model: folder of a checkpoint in Hugging Face's format.
+        kvcore: settings of kvcore, nested like the config file. None leaves kvcore out.
+        ranks: number of tensor-parallel ranks of each stage.
+        stages: number of pipeline stages.
+        step_tokens: most tokens of a step, if the engine can cut prompts. None sets no limit.
+        memory_tokens: approximate number of tokens whose KV the engine's own memory holds. None
+            means plenty.
+        lora: True if requests will name LoRA weights.
+        dtype: torch's name of the type in which the model is computed and its KV is kept.
+        path: folders to put before the module search path, for plugins of the kit.
     """
 
     model: Path
@@ -69,15 +70,18 @@ class Setup:
 
     @property
     def key(self) -> str:
-        """Equal for setups that one engine can serve."""
+        """Return a value that is equal for setups that one engine can serve."""
         shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return json.dumps(shown, sort_keys=True, default=str)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One greedy request. ``abort_after`` so many tokens it is aborted (0: at once); ``fusion`` is
-    as in `kvcore.fusion.options`, None keeps it exact."""
+    """One greedy request.
+
+    With ``abort_after``, the request is aborted after that many tokens (0: at once). ``fusion``
+    takes the options of `kvcore.fusion.options`; None asks for exact KV.
+    """
 
     tokens: Sequence[int]
     max_tokens: int = 8
@@ -89,8 +93,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back. ``reused`` are prompt tokens that kvcore brought, by tier ("blend" for those
-    of a blend)."""
+    """The answer to a request.
+
+    ``reused`` counts the prompt tokens that kvcore provided, by tier. "blend" stands for a blend.
+    """
 
     tokens: list[int]
     reused: dict[str, int] = field(default_factory=dict)
@@ -101,13 +107,13 @@ class Answer:
 
 
 class Engine(ABC):
-    """An engine that runs. One thread uses it."""
+    """A running engine. Use it from one thread."""
 
     @abstractmethod
     def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
-        """Answer all at once, in any order inside; results in the order given.
+        """Answer all requests at once, and return the answers in the order of the requests.
 
-        Raises TransferError where a request does not end within ``timeout_s``.
+        Blocks. Raises TransferError if a request does not end within ``timeout_s`` seconds.
         """
 
     @abstractmethod
@@ -120,74 +126,80 @@ class Engine(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, kvcore's tiers too, as if started anew."""
+        """Empty the engine's own prefix cache and kvcore's tiers, as after a fresh start."""
 
     @abstractmethod
     def counted(self, name: str, **labels: str) -> float:
-        """Sum of the samples of one of kvcore's metrics whose labels are these."""
+        """Return the sum of the samples of kvcore's metric ``name`` that have all of ``labels``."""
 
     @property
     def preemptions(self) -> int:
-        """Requests that lost their pages and started over, so far."""
+        """Number of preemptions so far: requests that lost their pages and started over."""
         return 0
 
     @abstractmethod
     def check(self) -> None:
-        """AssertionError where something is left over or unsound. The engine is idle and settled.
+        """Assert that nothing leaked and that the data structures are consistent.
 
-        What an engine in another process cannot show is not checked.
+        Call this when the engine is idle and settled. Raises AssertionError if a check fails. State
+        that an engine in another process cannot show is not checked.
         """
 
     @abstractmethod
     def stop(self) -> None:
-        """End the engine; what was saved outlives it where its tier does."""
+        """Stop the engine. Saved blocks stay in tiers that are persistent."""
 
 
 class Driver(ABC):
-    """One kind of engine."""
+    """The driver of one kind of engine. Subclass it to run the kit on an engine."""
 
     name: ClassVar[str]
     capabilities: ClassVar[frozenset[Capability]]
 
     @abstractmethod
     def start(self, setup: Setup) -> Engine:
-        """Start an engine and wait until it takes requests."""
+        """Start an engine and block until it accepts requests."""
 
     def about(self) -> str:
-        """Which engine this is, and its version."""
+        """Return the name and version of the engine."""
         return self.name
 
     def use(self, python: Path) -> None:
-        """Start engines with this interpreter, that of another environment.
+        """Start engines with the Python interpreter of another environment.
 
-        Raises ConfigError where they run in this process.
+        Raises ConfigError if the engines run in this process.
         """
-        raise ConfigError(f"engine {self.name} runs in this process: it cannot be that of {python}")
+        raise ConfigError(
+            f"engine {self.name} runs in this process and cannot use the interpreter {python}; "
+            "leave the interpreter out"
+        )
 
-    def close(self) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what is kept between engines, none of which runs. `start` may follow."""
+    def close(self) -> None:  # noqa: B027 - most drivers keep nothing
+        """Release what is kept between engines. No engine may be running. `start` may follow."""
 
-    # -- how much is there to be reused: the kit asks for no less and no more ---------------
+    # -- how much is reused: the kit requires exactly this many tokens ----------------------
 
     def stores(self, tokens: int) -> int:
-        """How many tokens are stored of a request whose KV was computed for so many."""
+        """Return how many of a request's ``tokens`` computed tokens are stored."""
         return tokens
 
     def reuses(self, prompt: int, stored: int, block: int) -> int:
-        """How many of ``prompt`` tokens are reused where the first ``stored`` of them lie in
-        kvcore's tiers, in token blocks of ``block``. One at least is always computed."""
+        """Return how many tokens of a prompt are reused if its first ``stored`` are in a tier.
+
+        ``block`` is the size of kvcore's token blocks. At least one token is always computed.
+        """
         return min(stored // block * block, prompt - 1)
 
     def looks_up(self, prompt: int) -> int:
-        """How many tokens of a prompt kvcore is asked for."""
+        """Return how many tokens of a prompt of ``prompt`` tokens the engine looks up in kvcore."""
         return prompt
 
 
 def find_driver(name: str, python: Path | None = None) -> Driver:
-    """The driver of an engine: "reference", or that of the adapter package ``kvcore_<name>``.
+    """Return the driver of an engine: "reference", or that of the adapter ``kvcore_<name>``.
 
-    ``python`` is the interpreter of the environment that has the engine; by default this one's.
-    Raises ConfigError where there is none, or where it takes no interpreter.
+    ``python`` is the interpreter of the environment that has the engine; None means this one.
+    Raises ConfigError if there is no such driver, or if the driver takes no interpreter.
     """
     module = f"kvcore_{name}.testing.conformance"
     if name == "reference":

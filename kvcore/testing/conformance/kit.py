@@ -147,7 +147,7 @@ class Kit(AbstractContextManager["Kit"]):
 
     # -- prompts ----------------------------------------------------------------------------
 
-    def words(self, seed: int, count: int) -> list[int]:
+    def tokens(self, seed: int, count: int) -> list[int]:
         """Return ``count`` random tokens. Equal arguments give equal tokens."""
         picks = random.Random(seed)
         return [picks.randrange(16, self.vocabulary) for _ in range(count)]
@@ -176,7 +176,7 @@ class Kit(AbstractContextManager["Kit"]):
         """Return the settings of a disk tier in a new folder."""
         return {"path": str(self.new_folder()), "capacity": "256MiB"}
 
-    def far(self) -> dict[str, Any]:
+    def store_tier(self) -> dict[str, Any]:
         """Return the settings of a tier in the kit's remote store, under a new key prefix.
 
         Lookups wait for its answer.
@@ -223,7 +223,7 @@ class Kit(AbstractContextManager["Kit"]):
 
     # -- what is expected -------------------------------------------------------------------
 
-    def right(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
+    def expected(self, asks: Sequence[Ask], **setup: Any) -> list[list[int]]:
         """Return the answers of the engine without kvcore. Each request runs alone, and only once.
 
         ``setup`` has the fields of `Setup`.
@@ -243,11 +243,11 @@ class Kit(AbstractContextManager["Kit"]):
             self._known[place] = answer.tokens
         return self._known[place]
 
-    def same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
+    def assert_same(self, got: Sequence[Answer], asks: Sequence[Ask], **setup: Any) -> None:
         """Assert that every answer equals that of the engine without kvcore."""
         wrong = [
             f"request {i}: {answer.tokens} for {right}, reused {answer.reused}"
-            for i, (answer, right) in enumerate(zip(got, self.right(asks, **setup), strict=True))
+            for i, (answer, right) in enumerate(zip(got, self.expected(asks, **setup), strict=True))
             if answer.tokens != right
         ]
         assert not wrong, f"{len(wrong)} of {len(got)} answers differ: {'; '.join(wrong[:3])}"
@@ -286,15 +286,15 @@ def in_order(cases: Iterable[Case]) -> list[Case]:
 
 
 def run(
-    kit: Kit, cases: Iterable[Case] | None = None, told: Callable[[Result], None] | None = None
+    kit: Kit, cases: Iterable[Case] | None = None, on_result: Callable[[Result], None] | None = None
 ) -> list[Result]:
     """Run cases on the kit's engine. A failed case does not stop the others."""
     results = []
     for one in in_order(CASES if cases is None else cases):
         result = _run(kit, one)
         results.append(result)
-        if told is not None:
-            told(result)
+        if on_result is not None:
+            on_result(result)
     return results
 
 

@@ -1,12 +1,12 @@
-"""Engines in processes of their own, for the kit: an adapter says only how its engine is started.
+"""Engines in child processes, for the kit. An adapter adds only its settings and arguments.
 
 class MyDriver(ProcessDriver):
-    name, title, small = "mine", "My engine", {"dtype": "float32"}
+    name, title, engine_args = "mine", "My engine", {"dtype": "float32"}
 
     def settings(self, kvcore): ...    kvcore's settings, with what this engine needs
-    def arguments(self, setup): ...    the engine's own, over ``small``
+    def arguments(self, setup): ...    the engine's own arguments, added to ``engine_args``
 
-This imports no engine: the child does, and its environment can be another one's.
+This process does not import the engine: the child does, and may run in another environment.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
 
-__all__ = ["InProcessOfItsOwn", "ProcessDriver"]
+__all__ = ["ProcessDriver", "ProcessEngine"]
 
 
 class ProcessDriver(Driver):
-    """An engine that `EngineProcess` starts: its module is ``kvcore_<name>.driver``.
+    """A driver of engines that run in a child process, started with `EngineProcess`.
 
-    ``title`` is the engine's name as it is written; ``small`` are its arguments for a small model
-    on a CPU, ``space`` what its environment needs there. Where a child ``restarts``, the next
-    engine is started in the one that the last left: it has all modules.
+    ``title`` is the engine's name as its makers write it. ``engine_args`` has its arguments for a
+    small model on a CPU, and ``environment`` the environment variables that it needs there. If
+    ``restarts`` is true, the next engine starts in the child of the last one, which has imported
+    all modules.
     """
 
     title: ClassVar[str]
     restarts: ClassVar[bool] = False
-    small: ClassVar[Mapping[str, Any]]
-    space: ClassVar[Mapping[str, str]] = {}
+    engine_args: ClassVar[Mapping[str, Any]]
+    environment: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self) -> None:
         self._python: Path | None = None
@@ -49,11 +50,13 @@ class ProcessDriver(Driver):
 
     def use(self, python: Path) -> None:
         if not os.access(python, os.X_OK):
-            raise ConfigError(f"given {python} for {self.name}: it is no interpreter to start")
+            raise ConfigError(
+                f"given {python} for engine {self.name}: it is not executable; give an interpreter"
+            )
         self._python = python
 
     def about(self) -> str:
-        """As the engine that was started last says it."""
+        """Return the name and version that the last started engine reported."""
         if not self._told:
             return f"{self.title}, never started"
         device = "a CPU" if self._told["device"] == "cpu" else self._told["device"]
@@ -61,7 +64,7 @@ class ProcessDriver(Driver):
 
     def start(self, setup: Setup) -> Engine:
         kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
-        args = {**self.small, "dtype": setup.dtype, **self.arguments(setup)}
+        args = {**self.engine_args, "dtype": setup.dtype, **self.arguments(setup)}
         forked = args.pop("forked", False)
         process = self._kept.pop(setup.path, None)
         if process is None:
@@ -70,7 +73,7 @@ class ProcessDriver(Driver):
                 engine=self.name,
                 kvcore=kvcore,
                 python=self._python,
-                env={**self.space, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                env={**self.environment, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
                 forked=forked,
                 **args,
             )
@@ -78,17 +81,17 @@ class ProcessDriver(Driver):
             process.restart(setup.model, kvcore=kvcore, **args)
         return self._ready(process, setup)
 
-    def _ready(self, process: EngineProcess, setup: Setup) -> InProcessOfItsOwn:
+    def _ready(self, process: EngineProcess, setup: Setup) -> ProcessEngine:
         began = process.log.stat().st_size
         try:
             self._told = process.wait_ready()
         except KVCoreError:
             process.kill()
             raise
-        return InProcessOfItsOwn(self, process, setup, began)
+        return ProcessEngine(self, process, setup, began)
 
     def end(self, process: EngineProcess, setup: Setup) -> None:
-        """Stop an engine that `start` gave."""
+        """Stop an engine that `start` returned, or keep its process if ``restarts`` is true."""
         if not self.restarts or setup.path in self._kept:
             process.close()
             return
@@ -105,19 +108,19 @@ class ProcessDriver(Driver):
 
     @abstractmethod
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
-        """The kit's settings of kvcore, with what makes hits certain on this engine."""
+        """Return the kit's settings ``kvcore`` with those that make hits certain on this engine."""
 
     @abstractmethod
     def arguments(self, setup: Setup) -> dict[str, Any]:
-        """The engine's own arguments for a setup."""
+        """Return the engine's own arguments for a setup."""
 
     @abstractmethod
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
-        """Requests of an engine that lost their pages and started over, so far."""
+    def preemptions(self, engine: ProcessEngine) -> int:
+        """Return how many requests of ``engine`` have lost their pages and started over."""
 
 
-class InProcessOfItsOwn(Engine):
-    """An `EngineProcess`, whose log is ``began`` bytes long when the engine starts."""
+class ProcessEngine(Engine):
+    """The engine of an `EngineProcess`. ``began`` is the size of its log at the start, in bytes."""
 
     def __init__(
         self, driver: ProcessDriver, process: EngineProcess, setup: Setup, began: int
@@ -129,7 +132,7 @@ class InProcessOfItsOwn(Engine):
 
     @property
     def log(self) -> str:
-        """What the engine has said."""
+        """The log of the engine since its start."""
         return self._process.log.read_bytes()[self._began :].decode(errors="replace")
 
     def ask(self, asks: Sequence[Ask], timeout_s: float = ASK_S) -> list[Answer]:
@@ -154,7 +157,7 @@ class InProcessOfItsOwn(Engine):
         self._process.settle()
 
     def forget(self) -> None:
-        """Waits for pages that are being saved."""
+        """Empty the engine's own prefix cache, after its pages are saved."""
         self._process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def clear(self) -> None:
@@ -169,7 +172,7 @@ class InProcessOfItsOwn(Engine):
         return self._driver.preemptions(self)
 
     def check(self) -> None:
-        """That every page can be let go of; the rest is in the engine's own process."""
+        """Assert that every page can be released. Nothing else can be seen from outside."""
         self._process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def stop(self) -> None:

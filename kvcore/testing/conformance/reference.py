@@ -1,4 +1,4 @@
-"""The reference engine's driver: the shortest example of one."""
+"""The driver of the reference engine, which is also the shortest example of a driver."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model(folder: Path, dtype: str) -> Llama:
 
 @contextmanager
 def searching(path: Sequence[Path]) -> Iterator[None]:
-    """Folders before the module search path, in this block: plugins in them are found."""
+    """Put ``path`` before the module search path for this block, so that its plugins are found."""
     before = list(sys.path)
     sys.path[:0] = map(str, path)
     try:
@@ -41,12 +41,12 @@ def searching(path: Sequence[Path]) -> Iterator[None]:
 
 
 def settings(kvcore: Mapping[str, Any]) -> dict[str, Any]:
-    """The kit's settings with what a small machine needs."""
+    """Return the kit's settings ``kvcore`` with those that a small machine needs."""
     return {**kvcore, "host": {"huge_pages": False, **kvcore.get("host", {})}}
 
 
 class InProcess(Engine):
-    """A `ReferenceEngine`."""
+    """A `ReferenceEngine` in this process."""
 
     def __init__(self, engine: ReferenceEngine) -> None:
         self.engine = engine
@@ -69,7 +69,10 @@ class InProcess(Engine):
         return [Answer(request.answer, dict(request.reused)) for request in requests]
 
     def _abort(self, request: Any, after: int) -> None:
-        """After so many tokens; 0 is right after its first step, when it loads or saves."""
+        """Abort ``request`` after ``after`` tokens.
+
+        With 0, it is aborted after its first step, while it loads or saves.
+        """
         self.engine.step()
         while len(request.answer) < after and not request.state.ended:
             self.engine.step()

@@ -1,4 +1,4 @@
-"""The conformance kit as a pytest class. An adapter's tests subclass it:
+"""The conformance kit as a pytest class, for an adapter's tests to subclass.
 
 class TestMyEngine(ConformanceSuite):
     def make_driver(self) -> Driver:
@@ -22,7 +22,7 @@ class ConformanceSuite:
 
     def make_driver(self) -> Driver:
         """Return the driver to test. Must be overridden."""
-        raise NotImplementedError("a subclass of ConformanceSuite gives its driver")
+        raise NotImplementedError("a subclass of ConformanceSuite must define make_driver")
 
     def make_partners(self) -> Sequence[Driver]:
         """Return drivers of the engines that exchange KV with it, in both directions."""

@@ -1,11 +1,12 @@
-"""The reference engine: paged KV, Llama, greedy, with kvcore driven as any adapter drives it.
+"""The reference engine: a small serving engine with kvcore, driven as any adapter drives it.
 
     model = load(tiny_model("llama"))            # or random_llama(...), on a CPU or a GPU
     with ReferenceEngine(model, EngineArgs(ranks=2), config) as engine:
         answers = engine.generate(prompts, max_tokens=8)
 
-It is the adapter to read first, and the one that `kvcore.testing.conformance` is tried on: chunked
-prefill, continuous batching, a prefix cache, preemption, aborts, tiers and fusion, in plain torch.
+It runs Llama with greedy decoding in plain torch. It has paged KV, chunked prefill, continuous
+batching, a prefix cache, preemption, aborts, tiers and fusion. Read it first when you write an
+adapter. `kvcore.testing.conformance` is tested on it.
 """
 
 from kvcore.testing.engine.engine import EngineArgs, ReferenceEngine

@@ -1,9 +1,9 @@
-"""Drives the reference engine for `kvcore.harness.engine_process`, as a process of its own.
+"""The driver that runs the reference engine in a child process, for `EngineProcess`.
 
     with EngineProcess("random", engine="reference", kvcore={...}, ranks=2) as engine: ...
 
-The model "random" is `random_llama`; any other is a folder. Prompts are token ids. One thread, the
-event loop's, steps the engine while it has work.
+The model "random" is `random_llama`; any other name is a folder. Prompts are token ids. The event
+loop's thread steps the engine while there is work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RANDOM = "random"
 
 @dataclass(eq=False)
 class _Asked:
-    """A request, who waits for it, and its times."""
+    """A request, the future of its caller, and the times of its events."""
 
     name: str
     request: Request
@@ -62,7 +62,7 @@ class _Asked:
 
 
 class Driver(EngineDriver):
-    """One `ReferenceEngine` and the calls an `EngineProcess` may make of it."""
+    """One `ReferenceEngine`, and the calls that an `EngineProcess` may make."""
 
     restarts = True
 
@@ -74,7 +74,7 @@ class Driver(EngineDriver):
         self._stepping: asyncio.Task[None] | None = None
 
     async def start(self, model: str, kvcore: dict[str, Any] | None, **args: Any) -> dict[str, Any]:
-        """``args`` are `EngineArgs`'."""
+        """Start an engine for ``model``. ``args`` are the fields of `EngineArgs`."""
         weights = random_llama() if model == RANDOM else load(Path(model))
         config = None if kvcore is None else load_config(None, kvcore)
         self._engine = ReferenceEngine(weights, EngineArgs(**args), config)
@@ -91,8 +91,8 @@ class Driver(EngineDriver):
             or prompt.traceparent
         ):
             raise UnsupportedError(
-                "the reference engine takes token ids, no text or image, answers as many tokens as "
-                "asked for, gives no log-probabilities and has no traces: leave these options out"
+                "the reference engine takes token ids only, always answers max_tokens tokens, and "
+                "supports no images, log-probabilities or traces; leave these options out"
             )
         request = self._running.submit(
             tokens,
@@ -110,29 +110,29 @@ class Driver(EngineDriver):
         return asked.reply()
 
     async def abort(self, request_id: str) -> None:
-        """Abort one request; unknown or finished ones are let be."""
+        """Abort a request. An unknown or finished one is ignored."""
         for asked in self._asked:
             if asked.name == request_id:
                 self._running.abort(asked.request)
         self._tell()
 
     async def reset_prefix_cache(self, connector: bool, timeout_s: float) -> None:
-        """Empty the engine's own cache; with ``connector`` kvcore's tiers, once nothing moves."""
+        """Empty the engine's prefix cache; with ``connector``, also kvcore's tiers."""
         self._running.forget()
         if connector and self._running.leader is not None:
             await self.settle(timeout_s)
             self._running.leader.clear()
 
     async def settle(self, timeout_s: float) -> None:
-        """Wait until every save is published."""
+        """Wait until every save is published. Raises TransferError after ``timeout_s`` seconds."""
         limit = time.monotonic() + timeout_s
         while _busy(self._running):
             if time.monotonic() > limit:
-                raise TransferError(f"saves are still under way after {timeout_s} s")
+                raise TransferError(f"saves did not end within {timeout_s} s")
             await asyncio.sleep(0.002)
 
     async def metrics(self) -> dict[str, float]:
-        """Return kvcore's Prometheus samples, those of leader and ranks added up."""
+        """Return the Prometheus samples of kvcore, summed over the leader and the ranks."""
         engine, registry, all_of_them = self._running, CollectorRegistry(), Metrics()
         for made in engine.workers:
             all_of_them.absorb(made.metrics.snapshot())
@@ -154,19 +154,18 @@ class Driver(EngineDriver):
     @property
     def _running(self) -> ReferenceEngine:
         if self._engine is None:
-            raise UnsupportedError("no engine is started: call start first")
+            raise UnsupportedError("no engine runs; call start first")
         return self._engine
 
     # -- stepping ---------------------------------------------------------------------------
 
     async def _step(self, engine: ReferenceEngine) -> None:
-        """Step while there are requests, or anything moves; ends the process if a step fails, as
-        an engine would."""
+        """Step the engine while it has requests or transfers. If a step fails, end the process."""
         while True:
             await self._work.wait()
             try:
                 engine.step()
-            except Exception:  # noqa: BLE001 - process boundary: who waits finds it in the log
+            except Exception:  # noqa: BLE001 - process boundary; the traceback is in the log
                 traceback.print_exc()
                 os._exit(1)
             self._tell()
@@ -175,7 +174,7 @@ class Driver(EngineDriver):
             await asyncio.sleep(0)
 
     def _tell(self) -> None:
-        """Note first tokens, abort what was to be aborted, and answer who waits."""
+        """Record first tokens, abort requests that are due, and complete those that ended."""
         for asked in list(self._asked):
             request, tokens = asked.request, len(asked.request.answer)
             asked.watch.note(tokens)
@@ -200,4 +199,4 @@ if __name__ == "__main__":
     run(Driver(), int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # clients of stores leave threads behind that the interpreter would wait for
+    os._exit(0)  # the interpreter would wait for threads that store clients leave behind

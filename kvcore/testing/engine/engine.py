@@ -1,14 +1,14 @@
-"""`ReferenceEngine`: a serving engine small enough to be read, with kvcore in it or without.
+"""`ReferenceEngine`: a serving engine small enough to read, with or without kvcore.
 
 One step:
 
-    loads that arrived; admit while there are pages ──▶ lookup, pages, loads and blends begin
-    pages for the next tokens; the newest request is preempted where there are none
-    blends, then one forward over a budget of tokens: decodes, and pieces of prompts
-    requests whose KV did not come start over; the others take their token, blocks are saved
+    take in finished loads; admit requests while pages last ──▶ look up; start loads and blends
+    allocate pages for the next tokens; preempt the newest request if none are left
+    blend, then run one forward within a token budget: decodes, and pieces of prompts
+    restart requests whose KV did not arrive; append tokens to the others, and save blocks
 
-Greedy. One thread drives it; ranks are threads of their own, each with its heads of the layers of
-its pipeline stage, its pages and its kvcore worker. Stages run one after the other.
+Decoding is greedy. One thread drives the engine. Each rank is a thread of its own with its part of
+the heads and layers, its pages and its kvcore worker. Pipeline stages run one after another.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ from kvcore.errors import CapacityError, ConfigError, TransferError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Segments
-from kvcore.manager.load_advisor import (
-    OTHER_TIER,
-    guess_compute,
-    learn_loads,
-    tier_priors,
-)
+from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages, head_range
 from kvcore.telemetry.metrics import Metrics
@@ -61,7 +56,7 @@ from kvcore.worker.lifecycle import close_worker, open_tiers
 __all__ = ["EngineArgs", "ReferenceEngine"]
 
 IDLE_WAIT_S = 0.002
-"""How long a step without tokens waits for a transfer to end, instead of spinning."""
+"""Seconds that a step without tokens waits for a transfer to end, so that it does not spin."""
 
 
 HUNG_STEPS = 2000
@@ -69,10 +64,20 @@ HUNG_STEPS = 2000
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """``ranks`` share the heads of each of ``stages``, which share the layers. ``max_num_tokens``
-    bounds a step: longer prompts are cut. ``min_load_tokens`` are the fewest worth bringing beyond
-    what the engine's own prefix cache holds. One that ``produces`` promises the KV of its prompts
-    to who answers them; what is promised to it is waited for ``promise_s`` seconds."""
+    """The size and the limits of a reference engine.
+
+    Args:
+        ranks: tensor-parallel ranks of each stage, which share its KV heads.
+        stages: pipeline stages, which share the layers.
+        num_pages: pages of the engine's KV memory.
+        page_tokens: tokens of a page.
+        max_num_tokens: token budget of a step. Longer prompts are cut.
+        max_batch: most requests that run at once.
+        prefix_cache: True to keep the pages of finished requests for reuse.
+        min_load_tokens: fewest tokens to load beyond those in the engine's own prefix cache.
+        produces: True if the engine offers the KV of its prompts to the engines that answer them.
+        promise_s: seconds to wait for KV that another engine has offered.
+    """
 
     ranks: int = 1
     stages: int = 1
@@ -87,9 +92,13 @@ class EngineArgs:
 
 
 class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
-    """One engine over ``model``; ``config`` None leaves kvcore out. Close it when done.
+    """A serving engine over ``model``, without kvcore if ``config`` is None. Close it when done.
 
-    The class attributes are the parts that make it an adapter: a test of tests plants a broken one.
+    The class attributes are the parts of its adapter. Tests of the conformance kit replace them
+    with broken ones.
+
+    Raises ConfigError if the ranks or stages do not fit the model, or if fusion is on with several
+    stages.
     """
 
     transport_type: ClassVar[type[DirectTransport]] = DirectTransport
@@ -102,16 +111,17 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         self.args = args = args or EngineArgs()
         if model.spec.kv_heads % args.ranks:
             raise ConfigError(
-                f"{model.spec.kv_heads} KV heads over {args.ranks} ranks; give a divisor"
+                f"given {args.ranks} ranks for {model.spec.kv_heads} KV heads; give a divisor"
             )
         if not 1 <= args.stages <= model.spec.layers:
             raise ConfigError(
-                f"{model.spec.layers} layers over {args.stages} stages; give a stage a layer"
+                f"given {args.stages} stages for {model.spec.layers} layers; give at least one "
+                "stage and at most one per layer"
             )
         if config is not None and config.fusion.enabled and args.stages > 1:
             raise ConfigError(
-                f"fusion with {args.stages} pipeline stages; a blend needs all layers: give 1, or "
-                "fusion.enabled = false"
+                f"given fusion with {args.stages} pipeline stages, but a blend needs all layers; "
+                "give 1 stage, or fusion.enabled = false"
             )
         self.model = model
         self.preemptions = 0
@@ -125,7 +135,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         self.workers: list[WorkerParts] = []
         self.priors: dict[str, TierRates] = {}
         self.rates: Rates | None = None
-        """What a planner decides by, and estimates are made by; None without kvcore."""
+        """The rates behind the planner's decisions and estimates; None without kvcore."""
         self._blenders: list[RankBlender] = []
         try:
             if config is not None:
@@ -134,14 +144,14 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             self._end_ranks()
             raise
 
-    # -- putting it together ----------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------
 
     def _places(self) -> Iterator[tuple[int, int]]:
-        """(Stage, number in it) of each rank."""
+        """Yield the stage of each rank, and its number in that stage."""
         return itertools.product(range(self.args.stages), range(self.args.ranks))
 
     def _layers(self) -> tuple[tuple[int, int], ...]:
-        """Of each stage."""
+        """Range of layers of each stage."""
         return even_stages(self.model.spec.layers, self.args.stages)
 
     def _rank_model(self, stage: int, number: int) -> RankModel:
@@ -159,7 +169,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         return RankModel(self.model, args.num_pages, args.page_tokens, heads, reduce, layers)
 
     def describe(self, block_tokens: int) -> ModelDescription:
-        """The model as kvcore sees it."""
+        """Return the model as kvcore sees it."""
         layers = tuple(range(self.model.spec.layers))
         return ModelDescription(
             self.model.block_shape(block_tokens),
@@ -170,11 +180,11 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         )
 
     def view(self, part: RankModel) -> KVView:
-        """A rank's pages as they are told to kvcore."""
+        """Return the view of a rank's pages that is given to kvcore."""
         return part.view()
 
     def _connect(self, config: Config) -> None:
-        """kvcore's halves: a worker a rank, and a leader that hands graphs to them directly."""
+        """Create a kvcore worker for each rank, and a leader that passes them graphs directly."""
         described = self.describe(config.block.tokens)
         self.workers = [
             build_worker(config, described, rank, [self.view(part)])
@@ -245,7 +255,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         self.close()
 
     def close(self) -> None:
-        """Finish what is being saved, flush the tiers, and let go of everything."""
+        """Finish all saves, flush the tiers, and release everything."""
         for made in self.workers:
             close_worker(made.worker)
         if self.leader is not None:
@@ -258,12 +268,12 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             ranks.close()
 
     def explain(self, request: Request) -> dict[str, Any]:
-        """Why a request was served as it was, if it is one of the last ones."""
+        """Return why a recent request was served as it was. It is empty for older requests."""
         journal = None if self.leader is None else self.leader.recorder.journal
         record = None if journal is None else journal.get(str(request.request_id))
         return {} if record is None else record.as_dict()
 
-    # -- from outside -----------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------
 
     def submit(
         self,
@@ -275,14 +285,17 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         lora: Path | None = None,
         promise: dict[str, Any] | None = None,
     ) -> Request:
-        """Queue a request; ``lora`` is a folder of LoRA weights in PEFT's format, ``promise`` what
-        another engine said of the prompt (`Request.promised`).
+        """Queue a request and return it.
 
-        Raises CapacityError for one that can never run.
+        ``lora`` is a folder of LoRA weights in PEFT's format. ``promise`` is what another engine
+        offered for the prompt (`Request.promised`). Raises CapacityError if the request can never
+        run.
         """
         needed = self.table.pages_for(len(tokens) + max_tokens)
         if needed > self.table.num_pages:
-            raise CapacityError(f"a request of {needed} pages; there are {self.table.num_pages}")
+            raise CapacityError(
+                f"a request needs {needed} pages, but there are {self.table.num_pages}; give more"
+            )
         request = Request(
             next(self._ids), list(tokens), max_tokens, salt, lora=lora, promise=promise
         )
@@ -292,7 +305,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now, as for a client that went away. Waits for copies under way."""
+        """Abort a request at once. Blocks while its pages are being copied."""
         if request.state.ended:
             return
         (self._queue if request in self._queue else self._running).remove(request)
@@ -303,41 +316,49 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
 
     @property
     def idle(self) -> bool:
-        """No request is queued or running."""
+        """True if no request is queued or running."""
         return not self._queue and not self._running
 
     def run(self, timeout_s: float = 120.0) -> None:
-        """Step until idle. Raises TransferError when that takes longer than ``timeout_s``, and many
-        steps: a machine that stood still is no request that hangs."""
+        """Step until the engine is idle.
+
+        Raises TransferError after ``timeout_s`` seconds and `HUNG_STEPS` steps. Time alone does not
+        count, because the machine may have been suspended.
+        """
         limit, steps = time.monotonic() + timeout_s, 0
         while not self.idle:
             steps += 1
             if time.monotonic() > limit and steps > HUNG_STEPS:
                 states = [request.state.value for request in (*self._running, *self._queue)]
-                raise TransferError(f"not idle after {timeout_s} s: requests are {states}")
+                raise TransferError(f"requests did not end within {timeout_s} s: {states}")
             self.step()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **options: Any
     ) -> list[list[int]]:
-        """Greedy answers, all prompts submitted at once; ``options`` as `submit` has."""
+        """Answer all prompts at once, greedily. ``options`` are those of `submit`."""
         requests = [self.submit(prompt, max_tokens, **options) for prompt in prompts]
         self.run()
         return [request.answer for request in requests]
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Block until every save is published and every spill is done."""
+        """Block until all saves are published. Raises TransferError after ``timeout_s`` seconds."""
         limit, polls = time.monotonic() + timeout_s, 0
         while self.leader is not None and self.leader.manager.in_flight:
             polls += 1
             if time.monotonic() > limit and polls > HUNG_STEPS:
-                raise TransferError(f"still saving after {timeout_s} s: {self.leader.leftovers}")
+                raise TransferError(
+                    f"saves did not end within {timeout_s} s: {self.leader.leftovers}"
+                )
             self.leader.wait(IDLE_WAIT_S)
             self._restart(self.leader.pump())
 
     @property
     def implementations(self) -> dict[str, str]:
-        """Who ``copies`` and who ``blends``, where there is kvcore and where there is fusion."""
+        """Return the names of the implementations for "copies" and "blends".
+
+        An entry is missing without kvcore or without fusion.
+        """
         copies = [made.worker.ops.name for made in self.workers[:1]]
         blends = [type(blender.ops).__name__ for blender in self._blenders[:1]]
         return dict(zip(("copies", "blends"), copies + blends, strict=False))
@@ -347,19 +368,21 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         self.table.forget()
 
     def check_integrity(self) -> None:
-        """Pages, index and flights are sound; when idle and settled, nothing is left over."""
+        """Assert that pages, index and transfers are consistent; if idle, that nothing leaked."""
         self.table.check_integrity()
         if self.leader is None:
             return
         self.leader.check_integrity()
         if self.idle and not self.leader.manager.in_flight:
             assert not self.leader.leftovers, self.leader.leftovers
-            assert self.table.available == self.table.num_pages, "pages of no request are in use"
+            assert self.table.available == self.table.num_pages, (
+                "pages are in use without a request"
+            )
 
     # -- a step -----------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Advance every request that can be."""
+        """Advance every request that can advance."""
         if self.leader is not None:
             self._restart(self.leader.pump())
         self._admit()
@@ -383,7 +406,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
                 return
 
     def _begin(self, request: Request) -> bool:
-        """Give a request its pages and start what fills them. False when there are none left."""
+        """Allocate pages for a request and start to fill them. Return False if too few are left."""
         claimed = []
         if self.args.prefix_cache:
             claimed = self.table.claim(request.tokens, request.family)
@@ -403,14 +426,14 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         return True
 
     def _allocate(self, count: int) -> list[int]:
-        """Fresh pages, which nothing under way reads or writes any more."""
+        """Allocate pages that no transfer in flight reads or writes."""
         pages = self.table.allocate(count)
         if self.leader is not None:
             self.leader.fence(pages)
         return pages
 
     def _grow(self) -> None:
-        """A page for the next token of every request, taken from the newest where there is none."""
+        """Allocate a page for each request's next token; preempt the newest if none is left."""
         for request in list(self._running):
             missing = self.table.pages_for(len(request.tokens)) - len(request.pages)
             while request.state is State.RUNNING and missing > self.table.available:
@@ -426,7 +449,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             self.leader.preempted(request)
 
     def _restart(self, requests: Sequence[Request]) -> None:
-        """Requests whose KV did not arrive, from the beginning."""
+        """Restart requests whose KV did not arrive."""
         for request in requests:
             if request in self._running:
                 self._requeue(request)
@@ -442,7 +465,7 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         request.pages = []
 
     def _schedule(self) -> list[tuple[Request, Rows]]:
-        """The step's rows: one for each request that decodes, the rest of the budget for others."""
+        """Return the rows of a step: one per decoding request, then pieces of prompts."""
         ready = [request for request in self._running if request.state is State.RUNNING]
         ready.sort(key=lambda request: not request.decoding)
         batch, budget = [], self.args.max_num_tokens
@@ -474,8 +497,10 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
                 self._restart([order.request])
 
     def _timed_forward(self, batch: Sequence[Rows]) -> list[int]:
-        """The forward, and what the planner learns: from it, unless it waits for a load, and from
-        the loads that the workers have ended."""
+        """Run `_forward`, and let the planner learn from its time and from completed loads.
+
+        A forward that waits for a load is not counted.
+        """
         started = time.perf_counter()
         sampled = self._forward(batch)
         if self.rates is not None and self.leader is not None:

@@ -1,8 +1,8 @@
-"""LoRA weights in PEFT's format, as the reference engines apply them.
+"""LoRA weights in PEFT's format, for the reference engine.
 
-    y = W x + (alpha / r) up (down x)       for q, k, v and o of every layer that the folder names
+    y = W x + (alpha / r) up (down x)       for q, k, v and o of each layer that the folder has
 
-A rank computes its own heads: rows of ``up`` for q, k and v, columns of ``down`` for o.
+A rank applies the part of its own heads: rows of ``up`` for q, k and v, columns of ``down`` for o.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _TARGETS = tuple(f"self_attn.{name}_proj" for name in "qkvo")
 
 
 class Delta(NamedTuple):
-    """What is added to one matrix [out, in]: ``up`` [out, r], scaled, after ``down`` [r, in]."""
+    """The update of one matrix [out, in]: ``up`` [out, r], scaled, after ``down`` [r, in]."""
 
     down: Tensor
     up: Tensor
 
     def of(self, rows: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out]."""
+        """Apply the update: [rows, in] -> [rows, out]."""
         return functional.linear(functional.linear(rows, self.down), self.up)
 
     @property
     def matrix(self) -> Tensor:
-        """[out, in]."""
+        """The update as one matrix, [out, in]."""
         return self.up @ self.down
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Deltas by layer and by "q", "k", "v" or "o"."""
+    """The updates of a model, by layer and by "q", "k", "v" or "o"."""
 
     deltas: Mapping[tuple[int, str], Delta]
 
     def shared(self, cut: Callable[[str, Delta], Delta]) -> Adapter:
-        """One rank's part, as ``cut`` makes it."""
+        """Return one rank's part, as ``cut`` takes it from each update."""
         return Adapter({place: cut(place[1], delta) for place, delta in self.deltas.items()})
 
 
 def read_lora(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Adapter:
-    """The weights in ``folder``. Raises UnsupportedError for some that are not of attention."""
+    """Read the weights in ``folder``. Raises UnsupportedError if some are not of attention."""
     from safetensors.torch import load_file
 
     settings = json.loads((folder / "adapter_config.json").read_text())
@@ -66,7 +66,9 @@ def read_lora(folder: Path, dtype: torch.dtype, device: torch.device | str = "cp
         stem = name.removesuffix(".lora_A.weight")
         layer, _, target = stem.removeprefix(_PREFIX).partition(".")
         if target not in _TARGETS:
-            raise UnsupportedError(f"LoRA on {stem}; supported are {', '.join(_TARGETS)}")
+            raise UnsupportedError(
+                f"given LoRA weights for {stem}; only {', '.join(_TARGETS)} are supported"
+            )
         down, up = found[name].to(dtype), found[f"{stem}.lora_B.weight"].to(dtype)
         deltas[int(layer), target.removeprefix("self_attn.")[0]] = Delta(down, up * scale)
     return Adapter(deltas)
@@ -75,7 +77,7 @@ def read_lora(folder: Path, dtype: torch.dtype, device: torch.device | str = "cp
 def adapt(
     made: Tensor, given: Tensor, place: tuple[int, str], runs: Sequence[tuple[slice, Adapter]]
 ) -> Tensor:
-    """Add to ``made`` [rows, out] what adapters make of ``given`` [rows, in], each for its rows."""
+    """Add the updates for ``given`` [rows, in] to ``made`` [rows, out], run by run."""
     for rows, adapter in runs:
         delta = adapter.deltas.get(place)
         if delta is not None:

@@ -6,8 +6,8 @@
                          ▼                                            │
                     hidden + sum over ranks of o_proj ◀───────────────┘ ─▶ + MLP ─▶ next layer
 
-A rank's pages are one tensor a layer, [pages, tokens of a page, heads of the rank, 2 * dim], K
-beside V. They begin as NaN: KV that nobody wrote shows.
+The pages of a rank are one tensor per layer, [pages, page tokens, heads of the rank, 2 * dim], with
+K beside V. They are filled with NaN at the start, so that a read of unwritten KV shows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 __all__ = ["Llama", "RankModel", "Rows", "Spec", "attend_last", "load", "random_llama"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, dim]."""
+"""Attention: q [rows, heads, dim], k and v [rows, kv_heads, dim], after RoPE -> [rows, heads, dim].
+"""
 
 Adapted = Sequence[tuple[slice, Adapter]]
-"""Runs of rows, each with the LoRA weights it is computed with; rows of none are in no run."""
+"""Runs of rows with the LoRA weights for each. Rows without LoRA are in no run."""
 
 Hook = Callable[[int], None]
 Reduce = Callable[[Tensor], Tensor]
@@ -47,7 +48,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Spec:
-    """Sizes of a Llama. ``config`` is the checkpoint's own, as Hugging Face writes it."""
+    """The sizes of a Llama. ``config`` is the checkpoint's config in Hugging Face's format."""
 
     layers: int
     hidden: int
@@ -61,12 +62,12 @@ class Spec:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Spec:
-        """Raises UnsupportedError for a config of another architecture."""
+        """Read the sizes from a config. Raises UnsupportedError for another architecture."""
         odd = [name for name in ("attention_bias", "mlp_bias") if config.get(name)]
         if config.get("model_type") != "llama" or odd or config.get("hidden_act") != "silu":
             raise UnsupportedError(
-                f"the reference engine runs Llama without biases, not {config.get('model_type')!r}"
-                f" with {odd or config.get('hidden_act')}"
+                f"given a {config.get('model_type')!r} with {odd or config.get('hidden_act')}; "
+                "the reference engine runs Llama without biases only"
             )
         heads = int(config["num_attention_heads"])
         return cls(
@@ -83,18 +84,18 @@ class Spec:
 
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
-        """One for each layer. Raises UnsupportedError where it is not a fixed rotation."""
+        """RoPE of each layer. Raises UnsupportedError if it is not a fixed rotation."""
         found = [rope_of(self.config, layer) for layer in range(self.layers)]
         return tuple(rope for rope in found if rope is not None)
 
     @property
     def attention(self) -> Attention:
-        """What every layer's attention computes."""
+        """The attention that every layer computes."""
         return Attention(self.head_dim**-0.5)
 
 
 class LayerWeights(NamedTuple):
-    """One layer's matrices, [out, in] each, and the weights of its norms."""
+    """The matrices of one layer, [out, in] each, and the weights of its norms."""
 
     norm: Tensor
     q: Tensor
@@ -113,12 +114,12 @@ _NAMES = (
     "post_attention_layernorm",
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
-"""What a checkpoint calls the fields of `LayerWeights`, in their order."""
+"""Names of the fields of `LayerWeights` in a checkpoint, in the same order."""
 
 
 @dataclass(frozen=True)
 class Llama:
-    """Weights on one device. ``identity`` names them: equal identities, equal weights."""
+    """The weights of a model on one device. Equal values of ``identity`` mean equal weights."""
 
     spec: Spec
     layers: tuple[LayerWeights, ...]
@@ -136,14 +137,14 @@ class Llama:
         return self.embedding.dtype
 
     def block_shape(self, block_tokens: int) -> BlockShape:
-        """The canonical block of all heads."""
+        """Return the canonical block shape, with all heads."""
         spec = self.spec
         dtype = str(self.dtype).removeprefix("torch.")
         return BlockShape(spec.layers, spec.kv_heads, spec.head_dim, block_tokens, dtype)
 
     @property
     def fingerprint(self) -> bytes:
-        """What every adapter makes of the same checkpoint computed in the same type."""
+        """The fingerprint that every adapter computes for this checkpoint and dtype."""
         identity = {
             **self.spec.config,
             "kvcore_quantization": None,
@@ -154,11 +155,11 @@ class Llama:
 
 
 def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
-    """The checkpoint in ``folder``. Raises UnsupportedError unless it is a Llama's."""
+    """Load the checkpoint in ``folder``. Raises UnsupportedError unless it is a Llama."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    # transformers' own reading, with its defaults: what other engines make their identity of
+    # Other engines derive the fingerprint from the config as transformers reads it, with defaults.
     spec = Spec.of(AutoConfig.from_pretrained(str(folder)).to_dict())
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -193,9 +194,10 @@ def random_llama(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Llama:
-    """Weights drawn from ``seed`` on ``device``; equal arguments give equal weights there.
+    """Make a Llama with random weights on ``device``. Equal arguments give equal weights there.
 
-    The spread is that of `kvcore.harness.models`: greedy output depends on the whole prompt.
+    The weights have the spread of `kvcore.harness.models`, so that greedy output depends on the
+    whole prompt.
     """
     config: dict[str, Any] = {
         "model_type": "llama",
@@ -239,9 +241,9 @@ def random_llama(
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of one request to compute in a step: they stand at ``start``, ``start + 1``, ...
+    """The tokens of one request to compute in a step, at positions ``start``, ``start + 1``, ...
 
-    ``lora`` is the folder of the weights they are computed with.
+    ``lora`` is the folder of their LoRA weights.
     """
 
     tokens: Sequence[int]
@@ -255,9 +257,9 @@ class Rows:
 
 
 class RankModel:
-    """One rank's heads and layers of ``model``, and its pages. Used by the rank's own thread.
+    """One rank's heads and layers of ``model``, and its pages. Use it from the rank's own thread.
 
-    ``reduce`` adds a tensor up over the ranks of a stage; it is a collective.
+    ``reduce`` sums a tensor over the ranks of a stage. It is a collective.
     """
 
     def __init__(
@@ -276,7 +278,9 @@ class RankModel:
         self.reduce = reduce
         spec = model.spec
         if spec.heads % spec.kv_heads:
-            raise ConfigError(f"{spec.heads} query heads over {spec.kv_heads} KV heads")
+            raise ConfigError(
+                f"given {spec.heads} query heads for {spec.kv_heads} KV heads; give a multiple"
+            )
         dim, group = spec.head_dim, spec.heads // spec.kv_heads
         q = slice(heads.start * group * dim, heads.stop * group * dim)
         kv = slice(heads.start * dim, heads.stop * dim)
@@ -294,32 +298,32 @@ class RankModel:
     # -- memory -----------------------------------------------------------------------------
 
     def view(self) -> KVView:
-        """The pages as kvcore copies them."""
+        """Return the pages as kvcore copies them."""
         shape = self.model.block_shape(self.page_tokens).with_heads(self.kv_heads)
         tensors = [pages.transpose(1, 2) for pages in self._pages]  # [pages, heads, tokens, 2 dim]
         return KVView(from_strides(tensors, shape), tensors)
 
     def slots(self, pages: Sequence[int], positions: Tensor) -> Tensor:
-        """[positions]: where tokens of a request with these pages lie."""
+        """Return the slots, [positions], of tokens at ``positions`` of a request's pages."""
         table = torch.tensor(pages, device=positions.device)
         return table[positions // self.page_tokens] * self.page_tokens + (
             positions % self.page_tokens
         )
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put K and V, [rows, kv_heads, dim] each, into ``slots`` of a layer."""
+        """Write K and V, [rows, kv_heads, dim] each, to ``slots`` of a layer."""
         pages = self._pages[layer - self.layers.start]
         pages.flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
 
     def read(self, layer: int, slots: Tensor) -> LayerKV:
-        """K and V in ``slots``, [slots, kv_heads, dim] each."""
+        """Return K and V in ``slots`` of a layer, [slots, kv_heads, dim] each."""
         pages = self._pages[layer - self.layers.start]
         return LayerKV(*pages.flatten(0, 1)[slots].chunk(2, dim=-1))
 
     # -- LoRA -------------------------------------------------------------------------------
 
     def adapter(self, folder: Path) -> Adapter:
-        """The rank's part of LoRA weights; reads the folder the first time."""
+        """Return this rank's part of the LoRA weights in ``folder``, which is read once."""
         found = self._adapters.get(folder)
         if found is None:
             whole = read_lora(folder, self.model.dtype, self.model.device)
@@ -333,7 +337,7 @@ class RankModel:
         return delta._replace(up=delta.up[own])
 
     def adapted(self, batch: Sequence[tuple[int, Path | None]]) -> Adapted:
-        """The runs of a batch of requests, each given by its rows and its weights' folder."""
+        """Return the LoRA runs of a batch of requests, given as (rows, folder of the weights)."""
         runs, start = [], 0
         for rows, folder in batch:
             if folder is not None:
@@ -345,8 +349,11 @@ class RankModel:
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[Rows], before: Hook, hidden: Tensor | None = None) -> Tensor:
-        """[rows, hidden] after the rank's layers; ``hidden`` is what the stage before gave, None
-        for the first. ``before`` is called ahead of each layer."""
+        """Run the rank's layers and return hidden states, [rows, hidden].
+
+        ``hidden`` is the previous stage's result, and None for the first stage. ``before`` is
+        called before each layer.
+        """
         device = self.model.device
         tokens = torch.tensor([token for rows in batch for token in rows.tokens], device=device)
         parts = [torch.arange(rows.start, rows.stop, device=device) for rows in batch]
@@ -375,14 +382,14 @@ class RankModel:
 
     @torch.inference_mode()
     def choose(self, batch: Sequence[Rows], hidden: Tensor) -> list[int]:
-        """The greedy next token of each request, from the last layer's output."""
+        """Return each request's greedy next token, from the last layer's output."""
         device = hidden.device
         last = torch.tensor([len(rows.tokens) for rows in batch], device=device).cumsum(0) - 1
         chosen: list[int] = self.logits(hidden[last]).argmax(dim=-1).tolist()
         return chosen
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[rows] int64 -> [rows, hidden]."""
+        """Embed tokens: [rows] int64 -> [rows, hidden]."""
         return functional.embedding(tokens, self.model.embedding)
 
     def layer(
@@ -393,7 +400,7 @@ class RankModel:
         attend: Attend,
         adapted: Adapted = (),
     ) -> Tensor:
-        """One decoder layer over rows at ``positions``; hidden states are [rows, hidden]."""
+        """Run one decoder layer over rows at ``positions``. Hidden states are [rows, hidden]."""
         w, spec = self._layers[layer - self.layers.start], self.model.spec
 
         def project(name: str, given: Tensor) -> Tensor:
@@ -413,7 +420,7 @@ class RankModel:
         return hidden + functional.linear(gated, w.down)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] of the last layer's output."""
+        """Return logits, [rows, vocabulary], for the last layer's output."""
         return functional.linear(self._norm(hidden, self.model.norm), self.model.head)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -423,17 +430,17 @@ class RankModel:
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
-    """RoPE of [rows, heads, dim] by cos and sin [rows, dim / 2], halves paired."""
+    """Apply RoPE to [rows, heads, dim]. cos and sin are [rows, dim / 2], with halves paired."""
     cos, sin = cos[:, None] * rope.scaling.magnitude, sin[:, None] * rope.scaling.magnitude
     x, y = heads.float().chunk(2, dim=-1)
     return torch.cat((x * cos - y * sin, y * cos + x * sin), dim=-1).to(heads.dtype)
 
 
 def attend_last(queries: Tensor, kv: LayerKV, attention: Attention) -> Tensor:
-    """Attention of the last rows of ``kv`` over all keys up to each one's own.
+    """Causal attention of queries that are the last rows of ``kv``, over all keys up to their own.
 
-    On a GPU it is FlashAttention's, which has this mask built in (half precision); elsewhere torch
-    makes a mask of rows by keys, so a step's rows bound the memory.
+    On a GPU in half precision this is FlashAttention with its built-in causal mask. Elsewhere torch
+    materializes a mask of rows by keys, so that the rows of a step bound the memory.
     """
     q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, *kv))
     mask = causal_lower_right(len(queries), len(kv.keys))

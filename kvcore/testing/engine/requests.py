@@ -13,7 +13,7 @@ __all__ = ["Request", "State"]
 
 
 class State(Enum):
-    """Where a request is.
+    """The state of a request.
 
     WAITING ─▶ LOADING ─▶ RUNNING ─▶ DONE        ABORTED from anywhere before DONE
        ▲           └─ failed ─┐  │
@@ -33,12 +33,13 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """``tokens`` are the prompt and the answer so far. KV of [0, ``computed``) is in ``pages``.
+    """One request. ``tokens`` are the prompt and the answer so far.
 
-    ``approximate_from`` is the first position whose KV a blend made: nothing from there on is
-    stored anywhere as if it were exact. ``reused`` are tokens that kvcore brought, by tier.
-    ``lora`` is the folder of the weights it is answered with. ``promise`` is what a prefill engine
-    has said of the prompt's KV; ``promised`` what this one says, when the request is done.
+    ``pages`` hold the KV of [0, ``computed``). ``approximate_from`` is the first position whose KV
+    comes from a blend: no KV from there on is stored as exact. ``reused`` counts the tokens that
+    kvcore provided, by tier. ``lora`` is the folder of the request's LoRA weights. ``promise`` is
+    what a prefill engine offered for the prompt, and ``promised`` what this engine offers once the
+    request is done.
     """
 
     request_id: int
@@ -63,7 +64,7 @@ class Request:
 
     @property
     def family(self) -> str:
-        """What the engine's own prefix cache keeps apart."""
+        """Key that separates requests in the engine's own prefix cache."""
         return self.salt if self.lora is None else f"{self.salt}|{self.lora}"
 
     @property
@@ -72,17 +73,17 @@ class Request:
 
     @property
     def decoding(self) -> bool:
-        """Whether only the newest token has no KV yet."""
+        """True if only the newest token has no KV yet."""
         return self.computed == len(self.tokens) - 1 and len(self.tokens) > self.prompt_len
 
     @property
     def exact(self) -> int:
-        """Tokens from the start that have the KV a full prefill gives."""
+        """Number of leading tokens whose KV equals that of a full prefill."""
         known = self.approximate_from
         return self.computed if known is None else min(self.computed, known)
 
     def restart(self) -> None:
-        """Nothing is computed any more; the answer so far stays."""
+        """Reset the computed KV. The answer so far is kept."""
         self.state = State.WAITING
         self.pages = []
         self.computed = self.cached_tokens = self.blended_tokens = 0

@@ -1,18 +1,18 @@
-"""Faults on purpose: every kind, at every seam, seeded and repeatable.
+"""Injected faults: any kind at any seam, repeatable from a seed.
 
     faults = Faults(Rule(Fault.BIT_FLIP, Seam.FILE_READ, rate=0.1), seed=7)
     into_worker(worker, faults)            transfers, copies, clock, tiers, the disk's files
-    FaultyMessages(transport, faults)      leader to worker and back
+    FaultyMessages(transport, faults)      messages from leader to worker and back
     FaultyStore(store, faults)             a remote store
     ...
-    faults.clear()                         what hangs goes on; nothing is wrong any more
+    faults.clear()                         end all faults; hanging calls continue
 
-`plan` says when something goes wrong, the other modules do it. The same seed gives the same faults:
-the n-th point that a rule sees is struck or not, whatever thread comes there. An engine in another
-process gets them through `plugin`, whose tiers follow a file of rules, or at every seam through
-`process`.
+`plan` decides when a fault happens, and the other modules inject it. Equal seeds give equal faults:
+whether a rule strikes at the n-th point that it sees does not depend on the thread that comes
+there. For an engine in another process, `plugin` offers tiers that follow a file of rules, and
+`process` injects faults at every seam.
 
-`FITS` says which seam can have which fault.
+`FITS` says which faults each seam can have.
 """
 
 from kvcore.testing.faults.media import FaultyStore, FaultyTier, into_disk

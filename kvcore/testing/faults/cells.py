@@ -1,11 +1,12 @@
-"""Faults in a serving engine: cells of a matrix that one running engine takes one after another.
+"""Faults in a serving engine: the cells of a matrix, run one after another on one engine.
 
-    plain ──answers──▶ right
+    plain ──answers──▶ expected answers
     engine with kvcore, one document in host memory, the others below it:
-        the cell's faults      answers right, and what hangs is hanging still
-        nothing wrong          held by nobody, answers right, KV comes from each tier again
+        during the cell's faults   answers are right, and nobody waits for calls that hang
+        afterwards                 nothing leaked, answers are right, every tier gives KV again
 
-`Bench` has the engine (`kvcore.testing.faults.process`), `CELLS` what can go wrong on each path.
+`Bench` has the engine (`kvcore.testing.faults.process`). `DISK`, `STORE` and `BLENDS` are the
+cells.
 """
 
 from __future__ import annotations
@@ -16,36 +17,39 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.harness.compare import SETTLE_S, Reference, answers, counted, same
+from kvcore.harness.compare import SETTLE_S, Reference, answers, assert_same_answers, counted
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
-from kvcore.testing.faults.process import Planted, State
+from kvcore.testing.faults.process import FaultControl, State
 
 __all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings"]
 
 EXACT: dict[str, Any] = {"enabled": False}
 ALL: dict[str, Any] = {"ratio": 1.0}
 ROUNDS = 12
-"""What is read was written before: how soon, and so how often, is the engine's business."""
+"""Most attempts to make a rule strike. The engine decides how soon it reads what it wrote."""
 FOR_EVER = 1000.0
 STORE_THREADS = 4
 
 
 class Cell(NamedTuple):
-    """Faults that are there together. ``by`` is what has the engine come to their seams."""
+    """Faults that are injected together. ``by`` names the requests that lead to their seams."""
 
     rules: tuple[Rule, ...]
     by: str = "asking"
 
     @property
     def hangs(self) -> bool:
+        """True if a call at one of the seams hangs until the rules change."""
         return any(rule.fault is Fault.HANG and rule.seconds == FOR_EVER for rule in self.rules)
 
     @property
     def spoils(self) -> bool:
-        """Whether what is read is not what was written. An answer may be right all the same: most
-        bits of a number matter little."""
+        """True if reads return other bytes than were written.
+
+        An answer may be right all the same, because most bits of a number matter little.
+        """
         return any(
             rule.fault is Fault.BIT_FLIP and rule.seam in (Seam.FILE_READ, Seam.STORE_GET)
             for rule in self.rules
@@ -53,7 +57,7 @@ class Cell(NamedTuple):
 
 
 def cell_id(cell: Cell) -> str:
-    """What pytest calls it."""
+    """Return the pytest id of a cell."""
     rule = cell.rules[0]
     alone = len(cell.rules) == 1 or cell.by != "asking"
     return f"{rule.seam.value}-{rule.fault.value}" if alone else f"every-{rule.fault.value}"
@@ -64,8 +68,11 @@ def _one(seam: Seam, *faults: Fault) -> list[Cell]:
 
 
 def _rule(seam: Seam, fault: Fault) -> Rule:
-    """Half of the points go wrong. What hangs, hangs for ever where that can be survived: a copy
-    from or to the engine's pages is waited for, whatever it takes."""
+    """Return a rule that strikes at half of the points.
+
+    A hang lasts until the rules change, if the engine can survive that. At the seams of copies to
+    and from the engine's pages it lasts one second, because the engine always waits for these.
+    """
     if fault is Fault.HANG:
         waited_for = seam in (Seam.LOAD, Seam.SAVE, Seam.DEVICE)
         return Rule(fault, seam, limit=1, seconds=1.0 if waited_for else FOR_EVER)
@@ -100,7 +107,8 @@ DISK = [
     Cell((Rule(Fault.LOST, Seam.FORGET),), "clearing"),
     Cell((Rule(Fault.LATENCY, Seam.FORGET, seconds=0.02),), "clearing"),
 ]
-"""Loads from host memory and from disk, saves, messages, with a disk tier below host memory."""
+"""Cells for loads, saves and messages, with a disk tier below host memory.
+"""
 
 STORE = [
     _every(Fault.LATENCY, Seam.STORE_GET, Seam.STORE_PUT, Seam.STORE_EXISTS),
@@ -109,7 +117,7 @@ STORE = [
     *_one(Seam.STORE_PUT, Fault.HANG),
     *_one(Seam.STORE_EXISTS, Fault.ERROR, Fault.HANG),
 ]
-"""Lookups, loads and saves with a store below host memory."""
+"""Cells for lookups, loads and saves, with a remote store below host memory."""
 
 BLENDS = [
     Cell(cell.rules, "blending")
@@ -126,11 +134,12 @@ BLENDS = [
         *_one(Seam.TIER_READ, Fault.ERROR, Fault.HANG),
     )
 ]
-"""Chunks that are brought to host memory and to where a blend reads them."""
+"""Cells for blends, whose chunks are fetched to host memory and then to the staging area.
+"""
 
 
 def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """kvcore's, with little host memory and the tier ``below`` it."""
+    """Return settings of kvcore with little host memory and the tier ``below`` it."""
     return {
         "host": {"capacity": "3MiB", "huge_pages": False},
         "transfer": {"load_deadline_s": 0.5, "batch_blocks": 4},
@@ -140,15 +149,16 @@ def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 class Bench:
-    """An engine with kvcore that follows ``planted``; ``right`` knows the answers.
+    """An engine with kvcore whose faults are set through ``control``.
 
-    ``tier`` is the one below host memory; ``fuses`` says that requests may ask for fusion.
+    ``right`` returns the expected answers. ``tier`` is the name of the tier below host memory.
+    ``fuses`` says that requests may ask for fusion.
     """
 
     def __init__(
         self,
         process: EngineProcess,
-        planted: Planted,
+        control: FaultControl,
         model: Path,
         right: Reference,
         tier: str,
@@ -156,7 +166,7 @@ class Bench:
         fuses: bool = False,
     ) -> None:
         self.process = process
-        self.planted = planted
+        self.control = control
         self._right = right
         self._tier = tier
         self._options: dict[str, Any] = {"fusion": EXACT} if fuses else {}
@@ -169,10 +179,10 @@ class Bench:
         self._before = self._rest()
 
     def run(self, cell: Cell) -> None:
-        """One cell. AssertionError where something is not as it should be.
+        """Run one cell. Blocks. Raises AssertionError if a check fails.
 
-        Prompts are the same in all of them, each time under a salt of its own: nothing of them is
-        held when a cell begins.
+        All cells use the same prompts, but each under a salt of its own. Therefore no tier holds
+        any of their KV when a cell begins.
         """
         self._number += 1
         self._options["cache_salt"] = f"cell {self._number}"
@@ -186,59 +196,61 @@ class Bench:
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
             self._rest()
-        before, rotten = self.planted.state(), self._rotten
-        with self.planted.wrong(*cell.rules):
+        before, rotten = self.control.state(), self._rotten
+        with self.control.inject(*cell.rules):
             self._until_struck(cell, before, lambda: come(cell))
         self.heal()
-        assert not cell.spoils or self._rotten > rotten, "what was spoilt was not noticed"
+        assert not cell.spoils or self._rotten > rotten, "corrupt blocks were not noticed"
         self._compare(self._rest())
 
     @property
     def _rotten(self) -> float:
-        """Blocks that were not what was written, as far as kvcore noticed."""
+        """Number of corrupt blocks that kvcore has noticed."""
         return counted(self.process, "kvcore_corrupt_blocks_total")
 
     def heal(self) -> None:
-        """Ask until KV comes from host memory and from the tier below again."""
+        """Send requests until KV comes from host memory and from the tier below it again."""
         found: Counter[str] = Counter()
         for _ in range(ROUNDS):
             found.update(self._ask())
             if found["host"] and found[self._tier]:
                 return
-        raise AssertionError(f"reuse does not come back: {dict(found)}")
+        raise AssertionError(f"KV is not reused from every tier again: {dict(found)}")
 
     def _rest(self) -> State:
-        """Wait until nothing is under way."""
-        return self.planted.rest(self.process.metrics)
+        """Wait until no transfer is in flight."""
+        return self.control.rest(self.process.metrics)
 
     def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
+        """Call ``come()`` until each of the cell's rules has struck since ``before``."""
         missing = list(cell.rules)
         for _ in range(ROUNDS):
             come()
-            state = self.planted.state()
+            state = self.control.state()
             missing = [rule for rule in missing if state.strikes(rule) == before.strikes(rule)]
             if not missing:
                 break
-        assert not missing, f"did not happen: {missing}; {state.struck}"
+        assert not missing, f"these rules never struck: {missing}; strikes: {state.struck}"
         if cell.hangs:
             come()
-            assert self.planted.state().hanging, "what hung was waited for"
+            assert self.control.state().hanging, "the engine waited for a call that hangs"
 
     def _compare(self, state: State) -> None:
-        """Nothing more is open, and no thread more runs, than when the engine was new."""
+        """Assert that no more files and threads are open than when the engine was new."""
         more = +(state.files - self._before.files)
         assert not more, f"files left open: {dict(more)}"
         more = state.threads - self._before.threads
         pooled = sum(c for name, c in more.items() if name.startswith("kvcore-store_"))
         assert pooled == more.total(), f"threads left: {dict(more)}"
-        assert pooled <= STORE_THREADS, f"a pool that grows: {dict(more)}"
+        assert pooled <= STORE_THREADS, f"a thread pool grows: {dict(more)}"
 
-    # -- what brings the engine to the seams ------------------------------------------------------
+    # -- requests that make the engine reach the seams --------------------------------------------
 
     def _ask(self, cell: Cell | None = None) -> Counter[str]:
-        """All but the last, then the last twice; tokens that came from each tier.
+        """Ask for the long documents, the short one, and some again. Return reused tokens by tier.
 
-        Where one lay in the engine's memory, another comes: what was not copied there is another's.
+        The order changes from call to call, so that the pages of a document hold another one's KV
+        when it comes again. A copy that did not happen then gives wrong answers.
         """
         *long, short = self._documents
         self._turn += 1
@@ -252,17 +264,17 @@ class Bench:
     def _right_answers(self, asked: Sequence[list[int]], cell: Cell | None) -> list[Generation]:
         self._forget(cell)
         got = answers(self.process, asked, batch=len(asked), **self._options)
-        same(got, self._right(asked))
+        assert_same_answers(got, self._right(asked))
         return got
 
     def _forget(self, cell: Cell | None) -> None:
-        """The engine's own cache; saves are waited for where nothing hangs."""
+        """Empty the engine's own prefix cache. Saves are awaited unless the cell hangs."""
         if cell is None or not cell.hangs:
             self._rest()
         self.process.reset_prefix_cache(timeout_s=SETTLE_S)
 
     def _abort(self, cell: Cell) -> None:
-        """Requests go while their load is under way."""
+        """Abort requests while their load is in flight."""
         self._ask(cell)
         self._forget(cell)
         names = [f"gone {self._number}.{number}" for number in range(len(self._documents))]
@@ -270,7 +282,7 @@ class Bench:
             self.process.submit(document, request_id=name, **self._options)
             for name, document in zip(names, self._documents, strict=True)
         ]
-        self.planted.until(lambda state: state.held["flights"] > 0)
+        self.control.until(lambda state: state.held["flights"] > 0)
         for name in names:
             self.process.abort(name)
         for future in futures:
@@ -278,30 +290,32 @@ class Bench:
         self._ask(cell)
 
     def _clear(self, cell: Cell) -> None:
-        """Everything is thrown away, in each tier."""
+        """Clear the engine's cache and every tier."""
         self._ask(cell)
         self._forget(cell)
         self.process.reset_prefix_cache(connector=True, timeout_s=SETTLE_S)
         self._ask(cell)
 
     def _blend(self, cell: Cell) -> None:
-        """Prompts of chunks, which other documents have pushed out of host memory; everything is
-        recomputed, so that answers are the exact ones."""
+        """Blend chunks that other documents have evicted from host memory.
+
+        Every token is recomputed, so that the answers equal those of a full prefill.
+        """
         self._ask(cell)
         self._forget(cell)
         options = {**self._options, "fusion": ALL}
         got = answers(self.process, self._blends, batch=len(self._blends), **options)
-        same(got, self._right(self._blends))
+        assert_same_answers(got, self._right(self._blends))
 
 
 def _documents(model: Path) -> list[list[int]]:
-    """The last is short: it stays in host memory, the others do not fit."""
+    """Return three long documents, which exceed host memory, and a short one, which fits."""
     picks = random.Random(1)
     return [*windows(model, 3, 230, 300, seed=1), [picks.randrange(5, 400) for _ in range(90)]]
 
 
 def _of_chunks(chunks: Sequence[list[int]]) -> list[list[int]]:
-    """Prompts of some chunks in another order, between words of their own."""
+    """Return prompts of several chunks in another order, with other tokens between them."""
     picks = random.Random(2)
     made = []
     for _ in range(3):

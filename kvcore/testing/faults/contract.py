@@ -1,15 +1,16 @@
-"""What a serving engine with kvcore must bear, as tests: faults at every seam of it. Subclass
-`FaultContract` in a test file of your own:
+"""What a serving engine with kvcore must survive, as pytest tests to subclass in a test file.
 
 class TestFaults(FaultContract):
     engine = "vllm"                     # one of `kvcore.harness.compare.ENGINES`
 
-    right                               no kvcore and no cache of prefixes: what is right
-    disk                                a disk below host memory; fuses
-    store                               a store of objects below host memory
-    test_killed_in_the_middle_of_a_write    an engine that dies, and the next one on what it left
+Faults are injected at every seam of the engine. The fixtures are:
 
-Five engines start; those over a disk and a store take their cells one after another. Needs pytest.
+    right                               an engine without kvcore and prefix cache, for the answers
+    disk                                an engine with a disk tier below host memory, and fusion
+    store                               an engine with an object store below host memory
+
+``test_killed_in_the_middle_of_a_write`` kills an engine and starts the next one on its disk. Five
+engines start in all; those with a disk and a store run their cells one after another. Needs pytest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvcore.harness.compare import Reference, answers, remembering, same, small_engine
+from kvcore.harness.compare import (
+    Reference,
+    answers,
+    assert_same_answers,
+    keep_on_reset,
+    small_engine,
+)
 from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
@@ -39,7 +46,7 @@ from kvcore.testing.faults.cells import (
     settings,
 )
 from kvcore.testing.faults.plan import Fault, Rule, Seam
-from kvcore.testing.faults.process import Planted, plant
+from kvcore.testing.faults.process import FaultControl, write_injector
 from kvcore.testing.waiting import until
 
 __all__ = ["FaultContract"]
@@ -51,15 +58,17 @@ _UNCACHED: dict[str, dict[str, Any]] = {
 
 
 class FaultContract:
-    """Whatever fails: answers stay right and come in time, nothing is left over, and reuse comes
-    back."""
+    """Whatever fails, answers are right and in time, nothing leaks, and reuse recovers."""
 
     engine: ClassVar[str]
     store_plugin: ClassVar[str] = "objects"
-    """The store: "objects" in a folder, or "memory-store" where the engine's environment has no
-    obstore and its leader and only worker are one process."""
+    """The store's plugin: "objects", in a folder, or "memory-store".
+
+    Use the latter if the engine's environment lacks obstore, and its leader and only worker are one
+    process.
+    """
     silent: ClassVar[frozenset[Seam]] = frozenset()
-    """Messages that the engine's leader never sends: they cannot be late or lost."""
+    """Seams of messages that the engine's leader never sends, and whose cells are skipped."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -78,9 +87,9 @@ class FaultContract:
         cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("disk")
-        planted = plant(folder / "plugin")
-        with cls._over(model, _on_disk(folder), planted) as process:
-            yield Bench(process, planted, model, right, "disk", fuses=True)
+        control = write_injector(folder / "plugin")
+        with cls._over(model, _on_disk(folder), control) as process:
+            yield Bench(process, control, model, right, "disk", fuses=True)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -88,24 +97,24 @@ class FaultContract:
         cls, model: Path, right: Reference, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[Bench]:
         folder = tmp_path_factory.mktemp("store")
-        planted = plant(folder / "plugin")
-        with cls._over(model, _in_store(cls.store_plugin, folder), planted) as process:
-            yield Bench(process, planted, model, right, "shelf")
+        control = write_injector(folder / "plugin")
+        with cls._over(model, _in_store(cls.store_plugin, folder), control) as process:
+            yield Bench(process, control, model, right, "shelf")
 
     @classmethod
     @contextmanager
     def _over(
-        cls, model: Path, kvcore: dict[str, Any], planted: Planted | None = None
+        cls, model: Path, kvcore: dict[str, Any], control: FaultControl | None = None
     ) -> Iterator[EngineProcess]:
-        path = [str(planted.folder)] if planted is not None else []
+        path = [str(control.folder)] if control is not None else []
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
-        with small_engine(model, remembering(cls.engine, kvcore), env, cls.engine) as process:
+        with small_engine(model, keep_on_reset(cls.engine, kvcore), env, cls.engine) as process:
             yield process
 
     @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
     def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
         if unsaid := self.silent.intersection(rule.seam for rule in cell.rules):
-            pytest.skip(f"{self.engine}'s leader never says {', '.join(s.value for s in unsaid)}")
+            pytest.skip(f"{self.engine}'s leader never sends {', '.join(s.value for s in unsaid)}")
         disk.run(cell)
 
     @pytest.mark.parametrize("cell", STORE, ids=cell_id)
@@ -115,21 +124,21 @@ class FaultContract:
     def test_killed_in_the_middle_of_a_write(
         self, model: Path, right: Reference, tmp_path: Path
     ) -> None:
-        """What the next engine finds on the disk is whole."""
-        planted, kvcore = plant(tmp_path / "plugin"), _on_disk(tmp_path)
+        """Kill the engine while it writes. The next one finds only intact blocks on disk."""
+        control, kvcore = write_injector(tmp_path / "plugin"), _on_disk(tmp_path)
         asked = windows(model, 6, 200, 350, seed=5)
-        with self._over(model, kvcore, planted) as process:
-            same(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
-            planted.rest()
-            with planted.wrong(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
-                living = planted.processes
+        with self._over(model, kvcore, control) as process:
+            assert_same_answers(answers(process, asked[:3], fusion=EXACT), right(asked[:3]))
+            control.rest()
+            with control.inject(Rule(Fault.KILL, Seam.FILE_WRITE, skip=5)):
+                living = control.processes
                 with contextlib.suppress(EngineDied, EngineFailed):
                     answers(process, asked, fusion=EXACT)
-                until(lambda: planted.processes < living)
+                until(lambda: control.processes < living)
             process.kill()
         with self._over(model, kvcore) as process:
             got = answers(process, asked, fusion=EXACT)
-            same(got, right(asked))
+            assert_same_answers(got, right(asked))
             assert sum(one.tiers.get("disk", 0) for one in got[:3]) > 0
 
 

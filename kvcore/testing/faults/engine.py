@@ -1,4 +1,4 @@
-"""The reference engine with faults at every seam, and what must not be left behind by it."""
+"""The reference engine with faults at every seam, and checks that it leaks nothing."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SETTLE_S = 10.0
 def faulty_engine(
     model: Llama, args: EngineArgs, config: Config, faults: Faults
 ) -> ReferenceEngine:
-    """A `ReferenceEngine` whose workers and messages have ``faults``. Close it when done.
+    """Return a `ReferenceEngine` whose workers and messages have ``faults``. Close it when done.
 
-    Remote stores get theirs where they are made (`FaultyStore`).
+    Remote stores are wrapped where they are made (`FaultyStore`).
     """
 
     def transport(workers: Sequence[KVWorker]) -> Any:
@@ -45,9 +45,10 @@ def faulty_engine(
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """AssertionError where this process has more open files or kvcore's threads after the block.
+    """Assert that the block leaves no additional open files and no threads of kvcore behind.
 
-    Threads that are ending get some seconds."""
+    Threads get some seconds to end. Raises AssertionError otherwise.
+    """
     opened, running = files(), threads()
     yield
     until = time.monotonic() + _SETTLE_S
@@ -59,17 +60,17 @@ def nothing_left() -> Iterator[None]:
 
 
 def threads() -> Counter[str]:
-    """kvcore's threads of this process, by name."""
+    """Count the threads of kvcore in this process, by name."""
     return Counter(t.name for t in threading.enumerate() if t.name.startswith("kvcore"))
 
 
 def files() -> Counter[str]:
-    """Regular files that this process has open, by path."""
+    """Count the regular files that this process has open, by path."""
     found: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:  # the descriptor of the listing itself
+        except FileNotFoundError:  # the descriptor of the directory listing itself
             continue
         if path.startswith("/") and not path.startswith(("/dev", "/proc")):
             found[path] += 1
@@ -77,7 +78,7 @@ def files() -> Counter[str]:
 
 
 def embedded(engine: ReferenceEngine) -> KVManager:
-    """The manager of an engine that has one of its own."""
+    """Return the manager of an engine that does not use a server."""
     assert engine.leader is not None
     manager = engine.leader.manager
     assert isinstance(manager, KVManager), "the engine is a server's client"
@@ -85,7 +86,10 @@ def embedded(engine: ReferenceEngine) -> KVManager:
 
 
 def held(engine: ReferenceEngine) -> dict[str, int]:
-    """What an engine that is idle and settled should not hold any more, and holds: by its name."""
+    """Return what an engine still holds though it is idle and settled, as counts by name.
+
+    It is empty if nothing leaked.
+    """
     manager = embedded(engine)
     arena = engine.workers[0].worker.arena
     staging = arena.num_slots - manager.index.num_slots(HOST)
@@ -94,7 +98,10 @@ def held(engine: ReferenceEngine) -> dict[str, int]:
 
 
 def leader_holds(manager: KVManager, staging: int) -> dict[str, int]:
-    """What a leader with that many slots for ``staging`` holds for what is under way: by name."""
+    """Return what a leader holds for transfers in flight, as counts by name.
+
+    ``staging`` is the number of its staging slots.
+    """
     found = {"staging slots": staging - len(manager.flights.staging), "flights": manager.in_flight}
     for table in manager.index._tables:
         parts = {
@@ -110,7 +117,7 @@ def leader_holds(manager: KVManager, staging: int) -> dict[str, int]:
 
 
 def _unanswered(engine: ReferenceEngine) -> dict[str, int]:
-    """Ops of the workers, and reports that wait for other ranks."""
+    """Count the workers' ops, and the reports that wait for other ranks."""
     transport: Any = engine.leader._copies if engine.leader is not None else None
     ops = sum(made.worker.engine.in_flight for made in engine.workers)
     return {"ops": ops, "partial reports": len(transport._quorum)}

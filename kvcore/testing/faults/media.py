@@ -32,14 +32,14 @@ _ONE_BY_ONE = tuple(set(Fault) - {Fault.REORDER})
 
 def _os_error(strike: Strike) -> OSError:
     code = _SAID[strike.fault]
-    return OSError(code, f"{os.strerror(code)}, as told")
+    return OSError(code, f"{os.strerror(code)} (an injected fault)")
 
 
 # -- tiers and stores -----------------------------------------------------------------------
 
 
 class FaultyTier(Tier):
-    """``inner``, with faults at `Seam.TIER_READ` and `Seam.TIER_WRITE`."""
+    """A tier that wraps ``inner`` and has faults at `Seam.TIER_READ` and `Seam.TIER_WRITE`."""
 
     def __init__(self, inner: Tier, faults: Faults) -> None:
         self.inner = inner
@@ -82,7 +82,7 @@ class FaultyTier(Tier):
         requests: Sequence[_Request],
         call: Callable[[Sequence[_Request]], list[TierError | None]],
     ) -> list[TierError | None]:
-        """``call`` those requests that no fault takes away."""
+        """Pass the requests that no fault strikes to ``call``."""
         self.faults.meet(seam, _OTHERS)
         results: list[TierError | None] = [self._refusal(seam) for _ in requests]
         good = [i for i, error in enumerate(results) if error is None]
@@ -96,7 +96,7 @@ class FaultyTier(Tier):
 
 
 class FaultyStore(BlockStore):
-    """``inner``, with faults at the seams of stores: once a value, once a question."""
+    """A remote store that wraps ``inner``. Faults strike once per value and once per lookup."""
 
     def __init__(self, inner: BlockStore, faults: Faults) -> None:
         self.inner = inner
@@ -143,7 +143,7 @@ class FaultyStore(BlockStore):
         [error] = self.inner.get([item])
         if error is None and strike is not None:
             if strike.fault is Fault.SHORT_READ:
-                return CorruptBlock(f"value {item.name} came in part, as told")
+                return CorruptBlock(f"value {item.name} was cut short by an injected fault")
             _flip(item.parts, strike.draw)
         return error
 
@@ -154,7 +154,8 @@ class FaultyStore(BlockStore):
 def into_disk(tier: DiskTier, faults: Faults) -> DiskTier:
     """Put faults under an open disk tier: at `Seam.FILE_READ`, `FILE_WRITE`, `RECORD` and `SYNC`.
 
-    Its own files alone, not those of foreign stores. Nothing may be in flight. Returns the tier.
+    Only the tier's own files are affected, not those of foreign stores. Nothing may be in flight.
+    Returns the tier.
     """
     data = tier._data
     data._mover = _FaultyMover(data._mover, faults)
@@ -178,7 +179,7 @@ def _flush(faults: Faults, sync: Callable[[], None]) -> None:
 
 
 class _FaultyMover(Mover):
-    """``inner``, some of whose moves go wrong."""
+    """A mover that wraps ``inner``; some of its moves fail."""
 
     def __init__(self, inner: Mover, faults: Faults) -> None:
         self._inner = inner
@@ -203,7 +204,7 @@ class _FaultyMover(Mover):
 
 
 class _FaultyDirect(DirectReader):
-    """``inner``, some of whose reads go wrong on their way into device memory."""
+    """A direct reader that wraps ``inner``; some of its reads into device memory fail."""
 
     def __init__(self, inner: DirectReader, faults: Faults) -> None:
         self.backend = inner.backend
@@ -235,7 +236,7 @@ class _FaultyDirect(DirectReader):
         self._inner.close()
 
     def _spoil(self, pick: Pick, strike: Strike) -> None:
-        """A bit of the block is another; where it came in part, the rest is an older one's."""
+        """Flip a bit of the block, or invert all bytes after a short read."""
         region = self._inner.region
         first = pick.place * region.slot_nbytes
         block = region.tensor[first : first + region.shape.nbytes]
@@ -247,8 +248,11 @@ class _FaultyDirect(DirectReader):
 
 
 class _Moves:
-    """The moves of one call: ``begun`` are those that go to the mover, with what is put in their
-    way; ``not_moved`` the others' outcomes."""
+    """The moves of one call, as faults change them.
+
+    ``begun`` yields the moves for the mover. ``not_moved`` has the outcomes of those that it never
+    gets.
+    """
 
     def __init__(self, faults: Faults, file: int, moves: Iterable[Move], write: bool) -> None:
         self.seam = Seam.FILE_WRITE if write else Seam.FILE_READ
@@ -276,7 +280,7 @@ class _Moves:
                 yield move
 
     def _spoil(self, move: Move, strike: Strike) -> Iterator[Move]:
-        """A write of which a part arrives, or another bit."""
+        """Write part of the move, or yield it with a flipped bit."""
         if strike.fault is Fault.BIT_FLIP:
             yield move._replace(buffers=[_spoilt(move.buffers, strike)])
             return
@@ -298,7 +302,7 @@ class _Moves:
 
 
 class _FaultyRecords(IndexFile):
-    """``inner``'s file, some writes to which go wrong. Takes the descriptor over."""
+    """An index file that takes over ``inner``'s descriptor; some of its writes fail."""
 
     def __init__(self, inner: IndexFile, faults: Faults) -> None:
         self._file = inner._file
@@ -330,7 +334,7 @@ class _FaultyRecords(IndexFile):
 
 
 def _spoilt(parts: Buffers, strike: Strike) -> memoryview:
-    """A copy of ``parts`` in whole pages: with a bit flipped, with its end lost, or as it is."""
+    """Return a copy of ``parts``, padded to whole pages, with a bit flipped or the end cut off."""
     total = nbytes_of(parts)
     copy = Pages(-(-total // PAGE) * PAGE, huge=False).view[:total]
     start = 0

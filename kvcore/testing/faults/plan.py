@@ -1,11 +1,11 @@
-"""When which fault happens: rules at seams, decided by a seed and a count, not by the clock.
+"""When each fault happens: rules at seams, decided by a seed and a count and not by the clock.
 
-    point      one passing of a seam: a block read, a record written, a report delivered
-    rule       at this seam, this fault, so often
+    point      one pass of a seam: a block read, a record written, a report delivered
+    rule       a fault, the seam where it strikes, and how often
     strike     a fault that is due at a point
 
-Whether a rule strikes at its n-th point depends on the seed, the rule's place and n alone. Threads
-may come in any order: the points that they pass get the same strikes.
+Whether a rule strikes at its n-th point depends only on the seed, the rule's position and n.
+Threads may come in any order: the n-th point has the same strike.
 """
 
 from __future__ import annotations
@@ -29,70 +29,70 @@ from kvcore.errors import ConfigError
 __all__ = ["FITS", "Fault", "Faults", "Rule", "Seam", "Strike", "write_rules"]
 
 HANG_LIMIT_S = 300.0
-"""What hangs goes on after this, whatever was told: no test hangs with it."""
+"""Longest hang in seconds, whatever the rule says, so that no test hangs for ever."""
 HISTORY_KEPT = 4096
 _LOOK_S = 0.005
 _DRAWS = 2**64
 
 
 class Fault(str, Enum):
-    """What goes wrong."""
+    """A kind of fault."""
 
     LATENCY = "latency"
-    """It takes ``seconds`` longer."""
+    """The call takes ``seconds`` longer."""
     HANG = "hang"
-    """It does not come back until the rules change, or ``seconds`` have passed."""
+    """The call does not return until the rules change, or ``seconds`` have passed."""
     ERROR = "error"
-    """It fails, and says so."""
+    """The call fails with an error."""
     SHORT_READ = "short_read"
-    """Fewer bytes come than were asked for; the rest of the memory holds anything."""
+    """Fewer bytes arrive than requested; the rest of the buffer is undefined."""
     TORN_WRITE = "torn_write"
-    """A part is written, and all of it is said to be."""
+    """Only part of the bytes are written, but the write reports success."""
     BIT_FLIP = "bit_flip"
-    """One bit is another, and nothing is said."""
+    """One bit is flipped, without an error."""
     REORDER = "reorder"
-    """What ended comes back in another order."""
+    """Completions are delivered in another order."""
     FULL = "full"
-    """There is no space left."""
+    """The write fails because no space is left."""
     CLOCK_JUMP = "clock_jump"
-    """The clock is ``seconds`` ahead from now on (behind, where negative)."""
+    """The clock jumps forward by ``seconds`` (backward if negative)."""
     LOST = "lost"
-    """It is said to be done, and is not."""
+    """The call reports success but does nothing."""
     KILL = "kill"
-    """kill -9 of this process, a write cut in the middle."""
+    """The process is killed with SIGKILL in the middle of a write."""
 
 
 class Seam(str, Enum):
-    """Where it goes wrong."""
+    """A place where faults can be injected."""
 
     TIER_READ = "tier_read"
     TIER_WRITE = "tier_write"
-    """A tier's batch; errors are drawn block by block."""
+    """A tier's batch of reads or writes. Errors are drawn for each block."""
     FILE_READ = "file_read"
     FILE_WRITE = "file_write"
     """A block's bytes in the disk tier's data file."""
     RECORD = "record"
     """A record of the disk tier's index file, written or erased."""
     SYNC = "sync"
-    """A flush of one of these files."""
+    """A flush of one of these two files."""
     LOAD = "load"
     SAVE = "save"
-    """An op of the transfer engine, to the engine's pages and from them."""
+    """An op of the transfer engine that copies from or to the engine's pages."""
     DEVICE = "device"
-    """A copy of the device operations."""
+    """A copy by the device operations."""
     SUBMIT = "submit"
     CANCEL = "cancel"
     FORGET = "forget"
-    """A message of the leader to the workers."""
+    """A message from the leader to the workers."""
     REPORT = "report"
-    """A message of the workers to the leader."""
+    """A message from the workers to the leader."""
     STORE_GET = "store_get"
     STORE_PUT = "store_put"
     """A value of a remote store."""
     STORE_EXISTS = "store_exists"
-    """A question to a remote store."""
+    """A lookup in a remote store."""
     CLOCK = "clock"
-    """A look at the clock."""
+    """A reading of the clock."""
 
 
 _TIME = frozenset({Fault.LATENCY, Fault.HANG, Fault.KILL})
@@ -117,16 +117,20 @@ FITS: dict[Seam, frozenset[Fault]] = {
     Seam.STORE_EXISTS: _CALL,
     Seam.CLOCK: frozenset({Fault.CLOCK_JUMP}),
 }
-"""Which faults a seam can have. A flipped bit above the tiers' checksums (host memory, device
-copies) is not among them: nothing can tell it from what was computed."""
+"""The faults that each seam can have.
+
+A bit flipped above the tiers' checksums (in host memory or in device copies) is not among them,
+because nothing can tell it from what was computed.
+"""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``fault`` at ``seam``: after ``skip`` points, at each with probability ``rate``, ``limit``
-    times at most. ``seconds`` is how long, where the fault takes time.
+    """A fault that strikes at a seam.
 
-    Raises ConfigError where the seam cannot have the fault.
+    It skips the first ``skip`` points, then strikes at each with probability ``rate``, at most
+    ``limit`` times. ``seconds`` is the duration, if the fault takes time. Raises ConfigError if the
+    seam cannot have the fault.
     """
 
     fault: Fault
@@ -139,11 +143,13 @@ class Rule:
     def __post_init__(self) -> None:
         if self.fault not in FITS[self.seam]:
             fits = ", ".join(sorted(fault.value for fault in FITS[self.seam]))
-            raise ConfigError(f"no {self.fault.value} at {self.seam.value}; it can have {fits}")
+            raise ConfigError(
+                f"given the fault {self.fault.value} at {self.seam.value}; this seam takes {fits}"
+            )
 
 
 class Strike(NamedTuple):
-    """A fault that is due. ``draw`` is 64 random bits: which bit flips, how much is written."""
+    """A fault that is due. ``draw`` has 64 random bits for details, such as which bit flips."""
 
     rule: Rule
     point: int
@@ -157,10 +163,10 @@ class Strike(NamedTuple):
 class Faults:
     """The faults of one process. Thread-safe.
 
-    ``follow`` names a file that other processes write rules to (`write_rules`): they hold from the
-    next point on, and what hangs under the old ones goes on. While the file is missing, nothing is
-    wrong. ``struck`` counts what happened, by seam and fault; ``history`` has the last strikes.
-    ``hanging`` points are in a hang now.
+    ``follow`` is a file to which other processes write rules with `write_rules`. New rules apply
+    from the next point on, and calls that hang under the old rules continue. No fault happens while
+    the file is missing. ``struck`` counts the strikes by seam and fault, ``history`` has the latest
+    strikes, and ``hanging`` is the number of calls that hang now.
     """
 
     def __init__(self, *rules: Rule, seed: int = 0, follow: Path | None = None) -> None:
@@ -181,17 +187,20 @@ class Faults:
             return self._rules
 
     def set(self, *rules: Rule) -> None:
-        """These rules from now on, their points counted from 0; what hangs goes on."""
+        """Replace the rules and count their points from 0. Calls that hang continue."""
         with self._changed:
             self._put(rules)
 
     def clear(self) -> None:
-        """Nothing is wrong any more."""
+        """Remove all rules."""
         self.set()
 
     def at(self, seam: Seam, among: Collection[Fault] = tuple(Fault)) -> Strike | None:
-        """Pass a point of ``seam`` for the rules of faults ``among``; what is due, the first rule
-        first. The caller does it."""
+        """Pass a point of ``seam``, and return the strike that the caller must carry out, if any.
+
+        Only rules with a fault in ``among`` see the point. If several are due, the first one
+        counts.
+        """
         if self._follow is not None:
             self._look(self._follow)
         with self._changed:
@@ -206,7 +215,7 @@ class Faults:
             return due
 
     def meet(self, seam: Seam, among: Collection[Fault] = tuple(Fault)) -> Strike | None:
-        """`at`, and those that take time or end the process are done here. Blocks."""
+        """Pass a point like `at`, but carry out a fault that takes time or kills. Blocks."""
         strike = self.at(seam, among)
         if strike is None or strike.fault not in _TIME:
             return strike
@@ -214,7 +223,7 @@ class Faults:
         return None
 
     def endure(self, strike: Strike) -> None:
-        """Do a fault that takes time, or that ends the process. Blocks; others are let be."""
+        """Carry out a fault that takes time or ends the process; ignore any other. Blocks."""
         if strike.fault is Fault.LATENCY:
             time.sleep(strike.rule.seconds)
         elif strike.fault is Fault.HANG:
@@ -222,7 +231,7 @@ class Faults:
         elif strike.fault is Fault.KILL:
             die()
 
-    # -- inside -----------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------
 
     def _put(self, rules: Sequence[Rule]) -> None:
         self._rules = tuple(rules)
@@ -232,7 +241,7 @@ class Faults:
         self._changed.notify_all()
 
     def _pass(self, i: int, rule: Rule, free: bool) -> Strike | None:
-        """A point of rule ``i``: its strike, if it is due and no other is (``free``)."""
+        """Count a point of rule ``i``. Return its strike if it is due and ``free`` is true."""
         point = self._points[i]
         self._points[i] += 1
         if point < rule.skip or (rule.limit is not None and self._done[i] >= rule.limit):
@@ -258,7 +267,7 @@ class Faults:
             self.hanging -= 1
 
     def _look(self, path: Path) -> None:
-        """Take in the file's rules when it is another one."""
+        """Load the rules in the file if it has changed."""
         try:
             found = path.stat()
         except FileNotFoundError:
@@ -273,13 +282,13 @@ class Faults:
 
 
 def die() -> None:
-    """kill -9 of this process. Does not return."""
+    """Kill this process with SIGKILL. Does not return."""
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
 def write_rules(path: Path, *rules: Rule) -> None:
-    """Tell the processes that follow ``path`` what is wrong from now on. Atomic."""
+    """Set the rules of all processes that follow ``path``. Atomic."""
     made = path.with_suffix(".new")
     made.write_text(json.dumps([asdict(rule) for rule in rules]))
     made.replace(path)

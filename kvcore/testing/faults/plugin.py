@@ -1,12 +1,12 @@
-"""Faults in an engine that runs in another process: tiers that read their rules from a file.
+"""Faults in an engine in another process: tiers that follow a file of rules.
 
-`write_plugin` makes a folder that, on the module search path of any process, offers
+`write_plugin` makes a folder. On the module search path of a process, it offers these tiers:
 
-    kvcore-faults        the naive tier in memory, as a remote medium
-    kvcore-faulty-disk   the disk tier, faults under its checksums and above
+    kvcore-faults        an in-memory tier that acts as a remote medium
+    kvcore-faulty-disk   the disk tier, with faults under and above its checksums
 
-Option ``rules`` names the file that `write_rules` writes, ``seed`` the seed of each rank (its rank
-is added). The disk's other options are those of ``disk``.
+The option ``rules`` names the file that `write_rules` writes, and ``seed`` the seed, to which each
+rank adds its number. The other options of ``kvcore-faulty-disk`` are those of ``disk``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _faults(context: TierContext) -> Faults:
 
 
 def _plain(context: TierContext) -> TierContext:
-    """What the tier below is told."""
+    """Return the context without the options of the faults, for the wrapped tier."""
     options = {name: value for name, value in context.options.items() if name not in _OURS}
     return replace(context, options=options)
 
@@ -61,7 +61,7 @@ def kvcore_tiers() -> list[TierPlugin]:
 
 
 def write_plugin(folder: Path) -> Path:
-    """Make ``folder`` one that brings the tiers; returns it."""
+    """Make ``folder`` a plugin that offers the tiers, and return it."""
     info = folder / "kvcore_faults-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcore-faults\nVersion: 1.0\n")

@@ -1,14 +1,15 @@
-"""Faults at every seam of an engine that runs in other processes, and what those hold: by files.
+"""Faults at every seam of an engine in other processes, and what these hold, through files.
 
-    folder/rules        ──▶ leader, worker        which faults, from the next point on
-    folder/asked        ──▶                       a number: say how it is
-    folder/state-PID    ◀──                       what it holds, what struck, threads, open files
+    folder/rules        ──▶ leader, worker        the faults from the next point on
+    folder/asked        ──▶                       a number: each process answers it with its state
+    folder/state-PID    ◀──                       what it holds, strikes, threads, open files
 
-`plant` makes the folder; on the module search path of an engine it is a plugin that puts faults
-into each worker, outbox, tier and store there, with no word of it in kvcore's settings. An engine
-that loads no plugins of others does not see it.
+`write_injector` makes the folder a plugin. On the module search path of an engine, it injects
+faults into each worker, outbox, tier and store there, without any setting of kvcore. An engine that
+loads no third-party plugins does not see it.
 
-Breakers rest for `REST_S` only there, so that a tier is tried again while a test looks on.
+Circuit breakers pause for only `REST_S` seconds, so that a failed tier is tried again within a
+test.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.tier import StoreTier
 from kvcore.worker import KVWorker
 
-__all__ = ["Planted", "State", "follow", "plant"]
+__all__ = ["FaultControl", "State", "follow", "write_injector"]
 
 REST_S = 0.2
 _LOOK_S = 0.02
@@ -47,24 +48,24 @@ _MODULE = "kvcore_planted_faults"
 
 
 def follow(folder: Path) -> None:
-    """Put faults into what kvcore makes in this process and its forks from now on. Once."""
-    teller = _Teller(folder, Faults(follow=folder / "rules"))
-    faults = teller.faults
+    """Inject faults into all that kvcore makes in this process and its forks. Call exactly once."""
+    reporter = _Reporter(folder, Faults(follow=folder / "rules"))
+    faults = reporter.faults
 
     def manager(made: KVManager) -> None:
         staging = len(made.flights.staging)
-        teller.tells(lambda: leader_holds(made, staging))
+        reporter.add(lambda: leader_holds(made, staging))
 
     def worker(made: KVWorker) -> None:
         into_worker(made, faults)
         into_reports(made, faults)
-        teller.tells(
+        reporter.add(
             lambda: {"ops": made.engine.in_flight, "blends' staging": len(made._elsewhere)}
         )
 
     def outbox(made: Outbox) -> None:
         into_outbox(made, faults)
-        teller.tells(lambda: {"partial reports": len(made._quorum)})
+        reporter.add(lambda: {"partial reports": len(made._quorum)})
 
     def tier(made: StoreTier) -> None:
         made.store = FaultyStore(made.store, faults)
@@ -95,9 +96,12 @@ def _hasten(made: Breaker) -> None:
     made._first_pause = made._pause = made._max_pause = REST_S
 
 
-class _Teller:
-    """Says how this process is when it is asked. A thread of its own, from the first thing that
-    there is to tell of: a fork has none of its parent's."""
+class _Reporter:
+    """Reports the state of this process on request, from a thread of its own.
+
+    The thread starts with the first part to report. A fork starts its own, because it inherits
+    none.
+    """
 
     def __init__(self, folder: Path, faults: Faults) -> None:
         self.faults = faults
@@ -105,25 +109,25 @@ class _Teller:
         self._parts: list[Callable[[], dict[str, int]]] = []
         self._process = 0
 
-    def tells(self, part: Callable[[], dict[str, int]]) -> None:
-        """``part`` is what it holds too."""
+    def add(self, part: Callable[[], dict[str, int]]) -> None:
+        """Add a function that counts what a part of kvcore holds, by name."""
         if self._process == os.getpid():
             self._parts.append(part)
             return
         self._process, self._parts = os.getpid(), [part]
-        self._tell(-1)  # who asks waits for those alone who have said something
-        threading.Thread(target=self._serve, name="faults-teller", daemon=True).start()
+        self._report(-1)  # `FaultControl.state` waits only for processes that have a state file
+        threading.Thread(target=self._serve, name="faults-reporter", daemon=True).start()
 
     def _serve(self) -> None:
-        told = -1
+        answered = -1
         while True:
             time.sleep(_LOOK_S)
             asked = _read_number(self._folder / "asked")
-            if asked != told:
-                told = asked
-                self._tell(asked)
+            if asked != answered:
+                answered = asked
+                self._report(asked)
 
-    def _tell(self, asked: int) -> None:
+    def _report(self, asked: int) -> None:
         held: Counter[str] = Counter()
         for part in list(self._parts):
             held.update(part())
@@ -140,7 +144,7 @@ class _Teller:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Replace the file atomically."""
     made = path.with_name(f"new-{path.name}")
     made.write_text(text)
     made.replace(path)
@@ -153,13 +157,16 @@ def _read_number(path: Path) -> int:
         return -1
 
 
-# -- from outside ---------------------------------------------------------------------------------
+# -- in the test's process ------------------------------------------------------------------------
 
 
 class State(NamedTuple):
-    """What the processes of an engine say together. ``held`` is empty where nothing is under way,
-    ``hanging`` are points that wait in a hang, ``struck`` counts by "seam fault". ``files`` are
-    those of the machine's that are open."""
+    """The state of all processes of an engine.
+
+    ``held`` counts what transfers in flight hold, and is empty at rest. ``hanging`` is the number
+    of calls that hang, ``struck`` counts strikes by "seam fault", and ``files`` counts the open
+    regular files.
+    """
 
     held: Counter[str]
     struck: Counter[str]
@@ -168,20 +175,20 @@ class State(NamedTuple):
     files: Counter[str]
 
     def strikes(self, rule: Rule) -> int:
-        """How often faults of this kind have struck there."""
+        """Return how often the rule's fault has struck at the rule's seam."""
         return self.struck[f"{rule.seam.value} {rule.fault.value}"]
 
 
-class Planted:
-    """The folder from outside: sets the faults of the engine that follows it, asks how it is."""
+class FaultControl:
+    """The folder of a running engine: sets the faults of its processes and reads their state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._asked = 0
 
     @contextmanager
-    def wrong(self, *rules: Rule) -> Iterator[None]:
-        """These faults while the block runs; what hangs goes on behind it."""
+    def inject(self, *rules: Rule) -> Iterator[None]:
+        """Inject faults while the block runs. Calls that hang continue after it."""
         write_rules(self.folder / "rules", *rules)
         try:
             yield
@@ -189,7 +196,7 @@ class Planted:
             write_rules(self.folder / "rules")
 
     def state(self) -> State:
-        """Ask every process. Blocks. AssertionError where one does not answer."""
+        """Ask every process for its state. Blocks. Raises AssertionError if one does not answer."""
         self._asked += 1
         _write(self.folder / "asked", str(self._asked))
         until = time.monotonic() + _PATIENCE_S
@@ -203,21 +210,24 @@ class Planted:
                     threads=_sum(said, "threads"),
                     files=_sum(said, "files"),
                 )
-            assert time.monotonic() < until, f"not all answer: {said}"
+            assert time.monotonic() < until, f"not every process answers: {said}"
             time.sleep(_LOOK_S)
 
     def until(self, good: Callable[[State], bool]) -> State:
-        """Ask until it is so. AssertionError, with what was said last, where it does not become."""
+        """Ask for the state until ``good(state)`` is true, and return it.
+
+        Raises AssertionError, with the last state, if that takes too long.
+        """
         until = time.monotonic() + _PATIENCE_S
         while not good(state := self.state()):
             assert time.monotonic() < until, str(state)
         return state
 
     def rest(self, nudge: Callable[[], object] = lambda: None) -> State:
-        """The state when nothing is held any more. AssertionError where something stays.
+        """Return the state once nothing is held. Raises AssertionError if something stays held.
 
-        ``nudge`` is called between looks: an engine that sleeps takes in what ended when it is
-        spoken to.
+        ``nudge`` is called before each retry, because an idle engine notices completed transfers
+        only when it is called.
         """
 
         def rests(state: State) -> bool:
@@ -229,7 +239,7 @@ class Planted:
 
     @property
     def processes(self) -> set[int]:
-        """Those that live and have faults."""
+        """The ids of the living processes that have faults."""
         return {int(path.name.partition("-")[2]) for path in self._places()}
 
     def _places(self) -> list[Path]:
@@ -237,7 +247,7 @@ class Planted:
 
 
 def _lives(process: str) -> bool:
-    """A process that was killed is there until its parent asks for it."""
+    """Return True if the process runs. A killed one is a zombie until its parent reaps it."""
     try:
         said = Path("/proc", process, "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -249,8 +259,8 @@ def _sum(said: Sequence[dict[str, Any]], what: str) -> Counter[str]:
     return sum((Counter(one[what]) for one in said), Counter())
 
 
-def plant(folder: Path) -> Planted:
-    """Make ``folder`` the plugin, without faults for now. Put it on PYTHONPATH."""
+def write_injector(folder: Path) -> FaultControl:
+    """Make ``folder`` a plugin that injects faults, none for now. Put it on PYTHONPATH."""
     info = folder / f"{_MODULE}-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_MODULE}\nVersion: 1.0\n")
@@ -260,4 +270,4 @@ def plant(folder: Path) -> Planted:
         "follow(Path(__file__).parent)\n"
     )
     write_rules(folder / "rules")
-    return Planted(folder)
+    return FaultControl(folder)

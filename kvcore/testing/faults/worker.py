@@ -33,9 +33,10 @@ __all__ = [
 
 
 def into_worker(worker: KVWorker, faults: Faults) -> None:
-    """Put faults into a worker: its transfers, copies, clock and tiers, those it opens later too.
+    """Put faults into a worker: its transfers, copies, clock and tiers, even those opened later.
 
-    A `DiskTier` gets them under its checksums, any tier above them too. Nothing may be in flight.
+    A `DiskTier` gets faults under and above its checksums, any other tier only above. Nothing may
+    be in flight.
     """
     engine = worker.engine
     seams = {Path.H2D: Seam.LOAD, Path.D2H: Seam.SAVE}
@@ -61,12 +62,12 @@ def _faulty(tier: Tier, faults: Faults) -> FaultyTier:
 
 
 def into_outbox(outbox: Outbox, faults: Faults) -> None:
-    """Put faults into what a leader that speaks once a step tells its workers."""
+    """Put faults into the messages of a leader that sends them once a step."""
     _tamper(outbox, ("submit", "cancel", "forget"), faults)
 
 
 def into_reports(worker: KVWorker, faults: Faults) -> None:
-    """Put faults into what a worker reports, where its engine polls it once a step."""
+    """Put faults into the reports of a worker that its engine polls once a step."""
     _tamper(worker, ("poll", "wait_report"), faults)
 
 
@@ -78,7 +79,7 @@ def _tamper(sender: Any, names: Sequence[str], faults: Faults) -> None:
 
 
 class FaultyExecutor:
-    """``inner``, with faults at ``seam``, once an op. An error fails all of its rows."""
+    """An executor that wraps ``inner``. Faults strike once per op; an error fails all its rows."""
 
     def __init__(self, inner: Executor, faults: Faults, seam: Seam) -> None:
         self.inner = inner
@@ -92,7 +93,10 @@ class FaultyExecutor:
 
 
 class FaultyOps(DeviceOps):
-    """``inner``, with faults at `Seam.DEVICE`, once a copy. A copy that fails has done one half."""
+    """Device operations that wrap ``inner``. Faults at `Seam.DEVICE` strike once per copy.
+
+    A copy that fails has copied the first half.
+    """
 
     name = "faulty"
     priority = -1
@@ -121,14 +125,14 @@ class FaultyOps(DeviceOps):
                 src, src_units[:half], dst, dst_units[:half], layers, unit_tokens, heads
             )
         if strike is not None:
-            raise OSError("a copy that stops half way, as told")
+            raise OSError("an injected fault stopped the copy half way")
 
 
 class FaultyMessages:
-    """Messages of ``inner``, a `kvcore.manager.Transport`, some of which come late or not at all.
+    """A `kvcore.manager.Transport` that wraps ``inner``; some messages come late or are lost.
 
-    What ``inner`` has beyond the protocol is passed through. A report that is held back comes with
-    those of a later poll, behind them; one that is held back alone comes at the next.
+    Attributes of ``inner`` beyond the protocol are passed through. A report that is delayed comes
+    after those of a later poll. If there is only one, it comes with the next poll.
     """
 
     def __init__(self, inner: Transport, faults: Faults) -> None:
@@ -169,7 +173,7 @@ class FaultyMessages:
 
 
 class FaultyClock:
-    """``inner``, in seconds, which jumps at `Seam.CLOCK`, once a look. Thread-safe."""
+    """A clock, in seconds, that wraps ``inner``. A reading can jump (`Seam.CLOCK`). Thread-safe."""
 
     def __init__(self, faults: Faults, inner: Callable[[], float] = time.monotonic) -> None:
         self.faults = faults

@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from kvcore._util.optional import client_module
-from kvcore.config.schema import Size, parse_size
+from kvcore.config.fields import Size, parse_size
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes

@@ -91,10 +91,10 @@ def test_everything_recomputed(
     monkeypatch.setattr(trtllm, "Limits", functools.partial(Limits, overlap=overlap))
     with kit.fresh(kit.config(fusion=FUSED), **setup) as engine:
         prompts = stored(kit, engine, 100)[:3]
-        beside = Ask(kit.words(99, 70), 12)
+        beside = Ask(kit.tokens(99, 70), 12)
         asks = [*(prompt.ask(1.0) for prompt in prompts), beside]
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert min(blended(got[:3])) >= 192, blended(got)
         engine.settle()
         engine.check()
@@ -109,21 +109,21 @@ def test_other_models(tmp_path: Path, arch: str) -> None:
     ):
         asks = [prompt.ask(1.0) for prompt in stored(kit, engine, 150)[:2]]
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert min(blended(got)) >= 192
 
 
 def test_chunks_on_disk_come_before_the_answer(kit: Kit) -> None:
     """A restarted engine finds marked chunks on disk, and the exact prefix before them."""
     config = kit.config(fusion=FUSED, disk=kit.disk())
-    lead = kit.words(7, 64)
+    lead = kit.tokens(7, 64)
     with kit.fresh(config) as engine:
         [prompt, *_] = stored(kit, engine, 200)
         prompt = Mixed([*lead, *prompt.tokens], [(a + 64, b + 64) for a, b in prompt.spans])
         kit.stored(engine, [Ask(lead, 1)])
     with kit.fresh(config) as engine:
         got = engine.ask([prompt.ask(1.0)])
-        kit.same(got, [prompt.ask(1.0)])
+        kit.assert_same(got, [prompt.ask(1.0)])
         assert got[0].reused["disk"] == 64, "by the tier that held it"
         assert got[0].reused["blend"] >= 192
 
@@ -160,7 +160,7 @@ def test_a_salt_used_twice_is_not_kept_either(kit: Kit, monkeypatch: pytest.Monk
         engine.settle()
         engine.forget()
         exact = Ask(prompt.tokens)
-        kit.same(engine.ask([exact]), [exact])
+        kit.assert_same(engine.ask([exact]), [exact])
 
 
 def test_tenants_have_chunks_of_their_own(kit: Kit) -> None:
@@ -173,7 +173,7 @@ def test_tenants_have_chunks_of_their_own(kit: Kit) -> None:
         for salt, found in (("b", False), (None, False), ("a", True)):
             wish = {"ratio": 1.0, "chunks": prompt.spans}
             got = engine.ask([Ask(prompt.tokens, salt=salt, fusion=wish)])
-            kit.same(got, [Ask(prompt.tokens)])
+            kit.assert_same(got, [Ask(prompt.tokens)])
             assert bool(blended(got)[0]) == found, salt
 
 
@@ -184,7 +184,7 @@ def test_a_wish_without_sense_is_answered_exactly(
     with kit.engine(kit.config(fusion=FUSED, log={"level": "warning"})) as engine:
         [prompt, *_] = stored(kit, engine, 700)
         got = engine.ask([Ask(prompt.tokens, fusion={})])
-        kit.same(got, [Ask(prompt.tokens)])
+        kit.assert_same(got, [Ask(prompt.tokens)])
         assert not got[0].reused
     assert any("answered without fusion" in line for line in said)
 
@@ -217,7 +217,7 @@ def test_chunks_that_do_not_come_are_computed(
         losing_chunks.append(1)
         got = engine.ask([prompt.ask(0.2)])
         losing_chunks.clear()
-        kit.same(got, [prompt.ask(0.2)])
+        kit.assert_same(got, [prompt.ask(0.2)])
         assert engine.counted("kvcore_blends_total", outcome="failed") == 1
         engine.settle()
         engine.check()
@@ -237,7 +237,7 @@ def test_a_blend_that_raises_is_computed_and_then_no_more_are_made(
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         asks = [prompt.ask(0.2) for prompt in stored(kit, engine, 900)[:4]]
         got = [engine.ask([ask])[0] for ask in asks]
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert engine.counted("kvcore_blends_total", outcome="failed") == 3
         assert not got[3].reused
 
@@ -271,7 +271,7 @@ def test_layers_of_another_version_leave_exact_prefixes(
     with kit.fresh(config, ranks=2) as engine:
         [prompt, *_] = stored(kit, engine, 1100)
         got = engine.ask([prompt.ask(0.2)])
-        kit.same(got, [prompt.ask(0.2)])
+        kit.assert_same(got, [prompt.ask(0.2)])
         assert not blended(got)[0]
         kit.stored(engine, [Ask(prompt.tokens)])
         assert engine.ask([Ask(prompt.tokens)])[0].reused["host"] > 192

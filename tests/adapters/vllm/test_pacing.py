@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcore.config.schema import FusionConfig
+from kvcore.config.schema_fusion import FusionConfig
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import (
     TIMED_TOKENS,

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcore.harness.compare import SMALL, SPACE, answers, same
+from kvcore.harness.compare import SMALL, SPACE, answers, assert_same_answers
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
@@ -70,10 +70,10 @@ def test_answers_stay_the_same_over_cables_that_delay_and_lose(
         for name in ("a", "b"):
             network[name].slow(delay_s=0.05, loss=0.02)
         expected = answers(a, documents[:6], cache_salt="alone")
-        same(answers(a, documents[:6]), expected)
+        assert_same_answers(answers(a, documents[:6]), expected)
         a.settle()
         got = answers(b, asked)
-        same(got, expected[:5])
+        assert_same_answers(got, expected[:5])
         assert any("far" in answer.tiers for answer in got), "nothing came in time"
         network["b"].slow(20_000)
         before = network["b"].received
@@ -81,13 +81,13 @@ def test_answers_stay_the_same_over_cables_that_delay_and_lose(
         while network["b"].received - before < 10_000 and not answer.done():
             time.sleep(0.02)
         network["b"].slow(20_000, loss=0.6)
-        same([answer.result(300)], expected[5:])
+        assert_same_answers([answer.result(300)], expected[5:])
         network.heal()
         for document in more:
             [right] = answers(a, [document])
             a.settle()
             [back] = answers(b, [document])
-            same([back], [right])
+            assert_same_answers([back], [right])
             if "far" in back.tiers:
                 break
         else:

@@ -18,7 +18,7 @@ from kvcore.server.runtime_dir import GRAPH_BITS
 from kvcore.testing.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import RowError, UnitTable
-from kvcore_devtools.server_fixture import RunningServer, questions, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, blocking_requests, serve, settings, words
 from kvcore_devtools.servers import stand_still
 
 Start = Callable[[Config], RunningServer]
@@ -260,7 +260,7 @@ def test_a_server_killed_under_traffic_costs_a_deadline_and_comes_back_with_its_
     requests = [serving.submit(prompt, 6) for prompt in prompts * 3]
     serving.step()
     server.kill()
-    asked = questions(manager.keeper)
+    asked = blocking_requests(manager.keeper)
     serving.run()
     assert [request.answer for request in requests] == [plain(prompt) for prompt in prompts] * 3
     assert len(asked) <= 1, "one deadline, then nothing is asked"

@@ -19,7 +19,7 @@ from kvcore.model.keys import KEY_BYTES, KeyChain, Namespace
 from kvcore.server import messages as m
 from kvcore.server.segments import LEAD_TOKENS, RemoteSegments, learn, search
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, questions, serve, settings, words
+from kvcore_devtools.server_fixture import RunningServer, blocking_requests, serve, settings, words
 
 Start = Callable[[Config], RunningServer]
 FUSION = {"fusion": {"enabled": True}}
@@ -121,7 +121,7 @@ def test_a_chunk_costs_few_questions(start: Start, engine: Any, plain: Any, fold
     for chunk in CHUNKS:
         serve(serving, chunk)
     until(lambda: server.idle)
-    asked = questions(serving.leader.manager.keeper)
+    asked = blocking_requests(serving.leader.manager.keeper)
     request = serving.submit(PROMPT, 1, fusion=FusionOptions(ratio=0.0))
     serving.run()
     assert request.reused["blend"] >= 180

@@ -24,11 +24,11 @@ from kvcore.testing.waiting import until
 from kvcore_devtools import disagg_proxy
 from kvcore_devtools.server_fixture import (
     RunningServer,
-    questions,
-    rested,
+    blocking_requests,
     serve,
     server_process,
     settings,
+    wait_until_idle,
     words,
 )
 from kvcore_devtools.servers import free_port, need_client, stand_still
@@ -159,10 +159,10 @@ def test_what_an_engine_computes_that_of_another_server_loads(
         promises = [disagg_proxy.prefill(first, prompt) for prompt in prompts]
         assert {promise["node"] for promise in promises} == {here.listen}
         assert decode(answering, prompts[0], promises[0]) == (plain(prompts[0]), {"far": 96})
-        rested(here.folder)
+        wait_until_idle(here.folder)
         first.kill()
     assert decode(answering, prompts[1], promises[1]) == (plain(prompts[1]), {"far": 96})
-    rested(there.folder)
+    wait_until_idle(there.folder)
 
 
 def test_nothing_is_read_at_a_node_that_the_server_does_not_invite(
@@ -193,7 +193,7 @@ def test_a_node_that_is_away_costs_its_silence(node: Any, engine: Any, plain: An
     assert decode(answering, prompts[0], promises[0]) == (plain(prompts[0]), {})
     here.kill()
     assert decode(answering, prompts[1], promises[1]) == (plain(prompts[1]), {})
-    rested(there.folder)
+    wait_until_idle(there.folder)
     alone = computing.submit(prompts[2], 6)
     computing.run()
     assert (alone.answer, alone.promised) == (plain(prompts[2]), None)
@@ -210,7 +210,7 @@ def test_a_server_that_is_killed_while_its_engine_waits(
     answering = engine(there.config, promise_s=FOREVER_S)
     request = waiting(answering, other, never)
     there.kill()
-    asked = questions(remote(answering).keeper)
+    asked = blocking_requests(remote(answering).keeper)
     answering.run()
     assert (request.answer, request.reused) == (plain(other), {})
     assert len(asked) <= 1, "one deadline, then nothing is asked"

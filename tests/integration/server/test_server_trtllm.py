@@ -17,7 +17,7 @@ from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, questions, words
+from kvcore_devtools.server_fixture import RunningServer, blocking_requests, words
 
 ANSWER = 6
 Start = Callable[[Config], RunningServer]
@@ -206,7 +206,7 @@ def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
     assert hangs.wait(timeout=60), "until then it answers"
     keeper = leader(engine).manager.keeper
     keeper._config = keeper._config.model_copy(update={"deadline_s": 0.5})
-    asked = questions(keeper)
+    asked = blocking_requests(keeper)
     for prompt in prompts:
         assert serve(engine, prompt) == (plain(prompt), {})
     assert len(asked) == 1, "one deadline, then nothing is asked"

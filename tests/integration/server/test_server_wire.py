@@ -18,7 +18,7 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from kvcore.config import Config
-from kvcore.config.schema import ServerConfig
+from kvcore.config.schema_server import ServerConfig
 from kvcore.control import commands as o
 from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
 from kvcore.manager.base import Hit, Promise, Source

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.config.schema import FusionConfig
+from kvcore.config.schema_fusion import FusionConfig
 from kvcore.connector.fusion_chunks import ChunkPlanner
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions

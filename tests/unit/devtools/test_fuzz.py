@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from kvcore.cli.explain import as_table, as_text
 from kvcore.cli.simulate.trace import read_trace
 from kvcore.config import NamespaceConfig, load_config, parse_assignment, read_key
-from kvcore.config.schema import parse_size
+from kvcore.config.fields import parse_size
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.explain.file import read_records
 from kvcore.fusion import _segment_file as segment_file
@@ -105,7 +105,7 @@ def test_fuzzing_without_its_package_says_what_to_do(
     with pytest.raises(SystemExit, match="2"):
         fuzz.main(["--target", "size"])
     assert "pip install atheris" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"no parser 'sise'; there are .*size"):
+    with pytest.raises(ConfigError, match=r"given the parser 'sise'; give one of .*size"):
         fuzz.main(["--target", "sise"])
 
 

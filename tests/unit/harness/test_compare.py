@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from kvcore.config import load_config
-from kvcore.harness.compare import ENGINES, remembering, sized
+from kvcore.harness.compare import ENGINES, engine_arguments, keep_on_reset
 
 
 def test_sizes_are_told_in_each_engines_words() -> None:
     asked: dict[str, Any] = {"dtype": "float32", "request_tokens": 900}
     room: dict[str, Any] = {"cached_tokens": 2000, "token_nbytes": 512, "batch_tokens": 1024}
-    assert sized("vllm", **asked) == {"dtype": "float32", "max_model_len": 900}
-    assert sized("vllm", **asked, **room) == {
+    assert engine_arguments("vllm", **asked) == {"dtype": "float32", "max_model_len": 900}
+    assert engine_arguments("vllm", **asked, **room) == {
         "dtype": "float32",
         "max_model_len": 900,
         "max_num_batched_tokens": 1024,
         "kv_cache_memory_bytes": 2000 * 512,
     }
-    assert sized("sglang", **asked, **room) == {
+    assert engine_arguments("sglang", **asked, **room) == {
         "dtype": "float32",
         "context_length": 900,
         "chunked_prefill_size": 1024,
@@ -28,12 +28,12 @@ def test_sizes_are_told_in_each_engines_words() -> None:
         "random_seed": 0,
         "start_method": "fork",
     }
-    assert "max_total_tokens" not in sized("sglang", **asked)
+    assert "max_total_tokens" not in engine_arguments("sglang", **asked)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_settings_that_survive_a_flush_are_settings(engine: str) -> None:
     given: dict[str, Any] = {"sglang": {"prefetch": "wait"}, "host": {"capacity": "1GiB"}}
-    config = load_config(overrides=remembering(engine, given), env={})
+    config = load_config(overrides=keep_on_reset(engine, given), env={})
     assert config.sglang.keep_on_flush == (engine == "sglang")
     assert config.sglang.prefetch == "wait"

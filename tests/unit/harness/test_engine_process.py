@@ -170,7 +170,7 @@ def test_kill_ends_what_the_engine_started(start: Start, tmp_path: Path) -> None
 
 
 def test_an_engine_without_adapter_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="kvcore_nobody is not installed"):
+    with pytest.raises(UnsupportedError, match="install the package kvcore_nobody"):
         EngineProcess("a model", engine="nobody")
 
 

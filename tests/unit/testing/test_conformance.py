@@ -98,7 +98,7 @@ def test_an_engine_without_a_driver() -> None:
 def test_an_interpreter_is_for_an_engine_that_starts_processes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine reference runs in this process"):
         find_driver("reference", tmp_path)
-    with pytest.raises(ConfigError, match="no interpreter"):
+    with pytest.raises(ConfigError, match="it is not executable"):
         find_driver("sglang", tmp_path / "python")
     assert conformance.interpreters(["a=b/c", "d=/e=f"]) == {
         "a": Path("b/c").absolute(),
@@ -120,7 +120,7 @@ def test_a_store_is_named_by_a_url(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["conformance", "--case", "miss", "--store", "localhost:6379"])
     assert "given the store 'localhost:6379'" in squeezed(done.output)
     with Kit(Idle(), tmp_path, store="redis://h:1/0") as kit:
-        one, other = kit.far(), kit.far()
+        one, other = kit.store_tier(), kit.store_tier()
         assert one["options"]["prefix"] != other["options"]["prefix"], "cases share no blocks"
         assert load_config(None, {"tiers": {"far": one}}, {}).tiers["far"].plugin == "redis"
 

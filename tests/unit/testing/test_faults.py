@@ -112,7 +112,7 @@ def test_another_seed_gives_other_faults() -> None:
 
 
 def test_a_fault_that_a_seam_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no bit_flip at load; it can have error, hang"):
+    with pytest.raises(ConfigError, match="fault bit_flip at load; this seam takes error, hang"):
         Rule(Fault.BIT_FLIP, Seam.LOAD)
 
 

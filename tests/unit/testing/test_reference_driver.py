@@ -60,7 +60,7 @@ def test_another_engine_starts_where_one_was_stopped(process: EngineProcess) -> 
     [first] = process.generate([words(1, 40)], 4)
     for settings in ({}, {"kvcore": KVCORE, "ranks": 2}):  # the last is as the others have it
         process.stop()
-        with pytest.raises(EngineFailed, match="no engine is started"):
+        with pytest.raises(EngineFailed, match="no engine runs"):
             process.generate([words(1, 40)], 4)
         process.restart("random", **settings)
         [again] = process.generate([words(1, 40)], 4)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL_SGLANG
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
+from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 
 PAGE_TOKENS = 32
 """Tokens of a page, except with fusion, where it is 1: a blend ends at a page's end, and the kit
@@ -31,8 +31,8 @@ class SglangDriver(ProcessDriver):
         Capability.LORA,
         Capability.STAGES,
     }
-    small: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
-    space: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+    engine_args: ClassVar[Mapping[str, Any]] = SMALL_SGLANG
+    environment: ClassVar[Mapping[str, str]] = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
     """The environment in which SGLang admits requests as if their answers had one token. By default
     it admits only as many as are sure to fit, and never retracts one."""
 
@@ -60,7 +60,7 @@ class SglangDriver(ProcessDriver):
             made["context_length"] = setup.memory_tokens - PAGE_TOKENS
         return made
 
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+    def preemptions(self, engine: ProcessEngine) -> int:
         """Return how many requests were retracted, according to SGLang's log."""
         return sum(map(int, re.findall(r"#retracted_reqs: (\d+)", engine.log)))
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kvcore.harness.compare import SMALL, SPACE
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
-from kvcore.testing.conformance.process import InProcessOfItsOwn, ProcessDriver
+from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 
 PAGE_TOKENS = 32
 STAGED: Mapping[str, Any] = {
@@ -28,8 +28,8 @@ class VllmDriver(ProcessDriver):
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "vLLM"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
-    small: ClassVar[Mapping[str, Any]] = SMALL
-    space: ClassVar[Mapping[str, str]] = SPACE
+    engine_args: ClassVar[Mapping[str, Any]] = SMALL
+    environment: ClassVar[Mapping[str, str]] = SPACE
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
         """Return kvcore's settings for this engine."""
@@ -54,7 +54,7 @@ class VllmDriver(ProcessDriver):
             made |= {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
         return made
 
-    def preemptions(self, engine: InProcessOfItsOwn) -> int:
+    def preemptions(self, engine: ProcessEngine) -> int:
         """Return how many requests the engine has preempted."""
         return int(engine.counted("vllm:num_preemptions_total"))
 

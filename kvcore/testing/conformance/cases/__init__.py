@@ -1,4 +1,4 @@
-"""The cases, a module a section. Importing this registers all of them."""
+"""The conformance cases, one module per section. Importing this package registers all of them."""
 
 from kvcore.testing.conformance.cases import accounting, crossing, equality, faults, fusion
 

@@ -1,4 +1,4 @@
-"""After all that: nothing is left over, nothing is larger than configured, the sums are right."""
+"""Accounting: nothing leaks, no budget is exceeded, and the metrics add up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing_left_over(kit: Kit) -> None:
 
 @case("accounting")
 def metrics_add_up(kit: Kit) -> None:
-    """The metrics count as many tokens looked up as asked, and as many hit as reused."""
+    """Metrics count each token that was looked up, and each reused token as a hit."""
     asks = prompts(kit, 3100, (40, 97, 150, 201))
 
     def counted(result: str) -> float:
@@ -40,7 +40,7 @@ def metrics_add_up(kit: Kit) -> None:
         hit, miss = counted("hit") - before["hit"], counted("miss") - before["miss"]
         assert hit == reused > 0, f"{hit} tokens counted as hits, {reused} reused"
         asked = 2 * sum(kit.driver.looks_up(len(ask.tokens)) for ask in asks)
-        assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} asked"
+        assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} looked up"
 
 
 @case("accounting")
@@ -50,7 +50,7 @@ def budgets_held(kit: Kit) -> None:
     asks = prompts(kit, 3200, range(60, 300, 20))
     with kit.fresh(kit.config(host={"capacity": "4MiB"}, disk=disk)) as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
             engine.forget()
         engine.check()

@@ -1,4 +1,4 @@
-"""With kvcore an engine answers as without, and what was there to be reused is reused."""
+"""Equality: an engine with kvcore gives the same answers as without, and reuses what was stored."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ LENGTHS = (5, 40, 97, 150, 201, 260)
 
 
 def prompts(kit: Kit, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Ask]:
-    return [Ask(kit.words(seed + i, count)) for i, count in enumerate(lengths)]
+    """Return requests for random prompts of the given ``lengths`` in tokens."""
+    return [Ask(kit.tokens(seed + i, count)) for i, count in enumerate(lengths)]
 
 
 def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, ranks: int = 1) -> None:
-    """What was stored is reused, all of it, and the answers are right."""
+    """Assert that the engine reuses every stored token of ``asks`` and gives the right answers."""
     engine.forget()
     for ask in asks:
         got = engine.ask([ask])
-        kit.same(got, [ask], ranks=ranks)
+        kit.assert_same(got, [ask], ranks=ranks)
         assert got[0].reused_tokens == kit.reusable(ask, block), (
-            f"{got[0].reused} of {len(ask.tokens)} tokens reused, "
+            f"reused {got[0].reused} of {len(ask.tokens)} tokens; "
             f"{kit.reusable(ask, block)} were stored"
         )
 
@@ -32,16 +33,18 @@ def hits(kit: Kit, engine: Engine, asks: Sequence[Ask], block: int = BLOCK, rank
 def miss(kit: Kit) -> None:
     """Nothing is stored: the engine gives its own answers, and nothing is reused."""
     asks = prompts(kit, 100)
-    assert len({tuple(answer) for answer in kit.right(asks)}) > 3, "prompts are answered alike"
+    assert len({tuple(answer) for answer in kit.expected(asks)}) > 3, (
+        "different prompts get equal answers"
+    )
     with kit.engine() as engine:
         got = [engine.ask([ask])[0] for ask in asks]
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert not any(answer.reused for answer in got), [answer.reused for answer in got]
 
 
 @case("equality")
 def host_hit(kit: Kit) -> None:
-    """A prompt that was asked before is loaded from host memory."""
+    """The KV of a prompt that was asked before is loaded from host memory."""
     asks = prompts(kit, 200)
     with kit.engine() as engine:
         kit.stored(engine, asks)
@@ -51,13 +54,13 @@ def host_hit(kit: Kit) -> None:
 @case("equality")
 def partial_hit(kit: Kit) -> None:
     """A prompt differs from a stored one in the middle of a block and a page."""
-    base = kit.words(300, 250)
-    asks = [Ask(base[:cut] + kit.words(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
+    base = kit.tokens(300, 250)
+    asks = [Ask(base[:cut] + kit.tokens(301 + cut, 37)) for cut in (17, 60, 95, 130, 199)]
     with kit.engine() as engine:
         kit.stored(engine, [Ask(base)])
         for ask in asks:
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             cut = len(ask.tokens) - 37
             assert got[0].reused_tokens == kit.reusable(ask, shared=cut), (got[0].reused, cut)
             engine.forget()
@@ -75,15 +78,15 @@ def page_borders(kit: Kit) -> None:
 @case("equality")
 def next_turn(kit: Kit) -> None:
     """The next turn of a conversation finds the KV of the answer before it."""
-    first = Ask(kit.words(500, 100), max_tokens=40)
+    first = Ask(kit.tokens(500, 100), max_tokens=40)
     with kit.engine() as engine:
         [answer] = engine.ask([first])
-        kit.same([answer], [first])
+        kit.assert_same([answer], [first])
         engine.settle()
         engine.forget()
-        follow = Ask([*first.tokens, *answer.tokens, *kit.words(501, 20)])
+        follow = Ask([*first.tokens, *answer.tokens, *kit.tokens(501, 20)])
         got = engine.ask([follow])
-        kit.same(got, [follow])
+        kit.assert_same(got, [follow])
         assert got[0].reused_tokens >= (100 + 39) // BLOCK * BLOCK - BLOCK, got[0].reused
 
 
@@ -94,7 +97,7 @@ def many_at_once(kit: Kit) -> None:
     with kit.engine() as engine:
         for _ in range(2):
             got = engine.ask(asks)
-            kit.same(got, asks)
+            kit.assert_same(got, asks)
             engine.settle()
             engine.forget()
         assert all(answer.reused for answer in got), [answer.reused for answer in got]
@@ -103,39 +106,39 @@ def many_at_once(kit: Kit) -> None:
 @case("equality")
 def shared_prefixes(kit: Kit) -> None:
     """Requests with a common prefix run in one batch, cold and warm."""
-    shared = kit.words(700, 120)
-    asks = [Ask([*shared, *kit.words(701 + i, 10 + 7 * i)]) for i in range(8)]
+    shared = kit.tokens(700, 120)
+    asks = [Ask([*shared, *kit.tokens(701 + i, 10 + 7 * i)]) for i in range(8)]
     with kit.engine() as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
         engine.forget()
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert max(answer.reused_tokens for answer in got) >= 112
 
 
 @case("equality")
 def asked_again_at_once(kit: Kit) -> None:
-    """A prompt is asked again while it is being saved: whatever is found is right."""
+    """A prompt is asked again while its KV is still being saved, and the answer is right."""
     asks = prompts(kit, 800, (250, 260, 270))
     with kit.engine() as engine:
         for ask in asks:
-            kit.same(engine.ask([ask]), [ask])
+            kit.assert_same(engine.ask([ask]), [ask])
             engine.forget()
-            kit.same(engine.ask([ask]), [ask])
+            kit.assert_same(engine.ask([ask]), [ask])
 
 
 @case("equality", Capability.SALT)
 def salts_kept_apart(kit: Kit) -> None:
-    """A tenant finds its own KV and no other tenant's."""
-    tokens = kit.words(900, 100)
+    """A tenant reuses its own KV and no other tenant's."""
+    tokens = kit.tokens(900, 100)
     with kit.engine() as engine:
         found = {}
         for number, salt in enumerate(["a", "a", "b", None, None]):
             ask = Ask(tokens, salt=salt)
             [got] = engine.ask([ask])
-            kit.same([got], [ask])
+            kit.assert_same([got], [ask])
             found[number] = got.reused_tokens
             engine.settle()
             engine.forget()
@@ -149,7 +152,7 @@ def abort_while_saving(kit: Kit) -> None:
     asks = prompts(kit, 1000, (150, 200, 250))
     with kit.engine() as engine:
         engine.ask([Ask(ask.tokens, 40, abort_after=1) for ask in asks])
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         engine.settle()
         engine.check()
 
@@ -161,10 +164,10 @@ def abort_while_loading(kit: Kit) -> None:
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
         engine.ask([Ask(ask.tokens, 40, abort_after=0) for ask in asks])
-        kit.same(engine.ask(others), others)
+        kit.assert_same(engine.ask(others), others)
         engine.forget()
         got = engine.ask(asks)
-        kit.same(got, asks)
+        kit.assert_same(got, asks)
         assert all(answer.reused for answer in got), [answer.reused for answer in got]
         engine.settle()
         engine.check()
@@ -172,21 +175,21 @@ def abort_while_loading(kit: Kit) -> None:
 
 @case("equality")
 def large_loads(kit: Kit) -> None:
-    """Loads are too large for one step: their requests wait, others run."""
+    """Loads are too large for one step, so their requests wait while others run."""
     asks = prompts(kit, 1300, (100, 180, 260))
     with kit.engine(kit.config(transfer={"sync_load_max": 0})) as engine:
         kit.stored(engine, asks)
-        got = engine.ask([*asks, Ask(kit.words(1310, 90))])
-        kit.same(got, [*asks, Ask(kit.words(1310, 90))])
+        got = engine.ask([*asks, Ask(kit.tokens(1310, 90))])
+        kit.assert_same(got, [*asks, Ask(kit.tokens(1310, 90))])
         assert [a.reused_tokens for a in got[:3]] == [kit.reusable(ask) for ask in asks]
 
 
 @case("equality", Capability.CHUNKED_PREFILL)
 def chunked_prefill(kit: Kit) -> None:
-    """Prompts are prefilled over many steps: every piece is stored, and a hit may end in any."""
+    """Prompts are prefilled over many steps. Every piece is stored, and a hit may end in any."""
     asks = prompts(kit, 1400, (150, 260, 333))
     with kit.engine(step_tokens=64) as engine:
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         engine.settle()
         hits(kit, engine, asks)
 
@@ -197,7 +200,7 @@ def eviction_under_pressure(kit: Kit) -> None:
     asks = prompts(kit, 1500, range(60, 300, 30))
     with kit.engine(kit.config(host={"capacity": "4MiB"})) as engine:
         for _ in range(2):
-            kit.same(engine.ask(asks), asks)
+            kit.assert_same(engine.ask(asks), asks)
             engine.settle()
             engine.forget()
         assert engine.counted("kvcore_evictions_total", tier="host") > 0, "nothing was evicted"
@@ -206,10 +209,10 @@ def eviction_under_pressure(kit: Kit) -> None:
 
 @case("equality", Capability.PREEMPTION)
 def preemption(kit: Kit) -> None:
-    """Engine memory holds a fraction of what runs: requests lose their pages and start over."""
-    asks = [Ask(kit.words(1600 + i, 100), max_tokens=90) for i in range(6)]
+    """Engine memory holds a fraction of the requests, so some are preempted and start over."""
+    asks = [Ask(kit.tokens(1600 + i, 100), max_tokens=90) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
-        kit.same(engine.ask(asks), asks)
+        kit.assert_same(engine.ask(asks), asks)
         assert engine.preemptions > 0, "nothing was preempted"
         engine.settle()
         engine.check()
@@ -238,12 +241,12 @@ def large_blocks(kit: Kit) -> None:
 def lora_kept_apart(kit: Kit) -> None:
     """KV computed with LoRA weights is reused only with the same weights."""
     weights: Path = tiny_lora(kit.new_folder() / "lora", kit.model, seed=3)
-    plain = Ask(kit.words(1900, 100))
+    plain = Ask(kit.tokens(1900, 100))
     adapted = Ask(plain.tokens, lora=weights)
     with kit.engine(lora=True) as engine:
         for ask in (plain, adapted):
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             assert not got[0].reused, got[0].reused
             engine.settle()
             engine.forget()
@@ -256,7 +259,7 @@ def two_ranks(kit: Kit) -> None:
     asks = prompts(kit, 2000)
     with kit.engine(ranks=2) as engine:
         for ask in asks:
-            kit.same(engine.ask([ask]), [ask], ranks=2)
+            kit.assert_same(engine.ask([ask]), [ask], ranks=2)
         engine.settle()
         hits(kit, engine, asks, ranks=2)
 
@@ -271,7 +274,7 @@ def disk_hit_after_restart(kit: Kit) -> None:
     with kit.fresh(config) as engine:
         for ask in asks:
             got = engine.ask([ask])
-            kit.same(got, [ask])
+            kit.assert_same(got, [ask])
             assert got[0].reused_tokens == kit.reusable(ask), (got[0].reused, len(ask.tokens))
         engine.settle()
         hits(kit, engine, asks)

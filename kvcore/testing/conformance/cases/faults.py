@@ -1,4 +1,4 @@
-"""Media that corrupt, lose, hang and die: answers stay right, and requests end in time."""
+"""Faults: media corrupt, lose, hang and fail, but answers stay right and requests end in time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 
 IN_TIME_S = 60.0
-"""How long a request may take that a load has failed: far beyond its deadline of a second, for the
-machine may be busy, and far from for ever."""
+"""Seconds that a request may take after a load failed.
+
+The deadline of a load is 1 s. This limit leaves room for a busy machine, and still ends the case.
+"""
 
 
 def data_files(folder: str) -> list[Path]:
+    """Return the data files of the disk tiers under ``folder``."""
     return sorted(Path(folder).rglob("*.data"))
 
 
@@ -31,16 +34,18 @@ def after(kit: Kit, damage: Callable[[list[Path]], None], seed: int) -> None:
     with kit.fresh(config) as engine:
         for _ in range(2):
             for ask in asks:
-                kit.same(engine.ask([ask], IN_TIME_S), [ask])
+                kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
             engine.settle()
             engine.forget()
-        assert all(engine.ask([ask])[0].reused for ask in asks[1:]), "it does not heal"
+        assert all(engine.ask([ask])[0].reused for ask in asks[1:]), (
+            "damaged blocks were not stored again"
+        )
         engine.check()
 
 
 @case("faults")
 def corrupt_block(kit: Kit) -> None:
-    """Blocks whose bytes changed on disk are computed again."""
+    """Blocks whose bytes changed on disk are detected and computed again."""
 
     def rot(files: list[Path]) -> None:
         picks = random.Random(5)
@@ -74,7 +79,11 @@ DOWN = tuple(Rule(Fault.ERROR, seam) for seam in CALLS)
 
 @contextmanager
 def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[..., None]]]:
-    """An engine whose lower tier follows rules, and holds the first of ``asks`` alone."""
+    """Yield an engine that has stored ``asks``, and a function that sets the faults of a tier.
+
+    The tier is below host memory and follows the rules that the function was last called with. Only
+    this tier holds the first of ``asks``, because host memory is too small.
+    """
     folder = write_plugin(kit.folder / "plugin")  # one for all: an engine may keep its process
     rules = kit.new_folder() / "rules"
 
@@ -98,26 +107,27 @@ def troubled(kit: Kit, asks: list[Ask]) -> Iterator[tuple[Engine, Callable[..., 
             try:
                 yield engine, say
             finally:
-                say()  # before it stops
+                say()  # end the faults before the engine stops
     finally:
         say()
 
 
 def troubles(kit: Kit, rules: Sequence[Rule], seed: int) -> None:
+    """Assert that answers stay right under ``rules``, and that blocks are reused once they end."""
     asks = prompts(kit, seed, (150, 170, 190, 210))
     with troubled(kit, asks) as (engine, say):
         say(*rules)
         for ask in asks:
-            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
             engine.forget()
         say()
         for ask in asks:
-            kit.same(engine.ask([ask], IN_TIME_S), [ask])
+            kit.assert_same(engine.ask([ask], IN_TIME_S), [ask])
         engine.settle()
         engine.forget()
         got = engine.ask(asks[-1:])
-        kit.same(got, asks[-1:])
-        assert got[0].reused, "when the trouble is over nothing is kept"
+        kit.assert_same(got, asks[-1:])
+        assert got[0].reused, "nothing is reused after the faults ended"
         engine.settle()
         engine.check()
 
@@ -136,19 +146,19 @@ def a_read_that_fails(kit: Kit) -> None:
 
 @case("faults")
 def a_tier_that_is_down(kit: Kit) -> None:
-    """The engine does without a tier that fails reads and writes."""
+    """The engine works without a tier that fails reads and writes."""
     troubles(kit, DOWN, 4400)
 
 
 @case("faults")
 def a_tier_brings_back(kit: Kit) -> None:
-    """The same tier, without faults, brings back blocks that host memory evicted."""
+    """The same tier, without faults, returns blocks that host memory has evicted."""
     asks = prompts(kit, 4500, (150, 170, 190, 210))
     with troubled(kit, asks) as (engine, _):
         got = engine.ask(asks[:1])
         engine.settle()
         engine.forget()
-        got += engine.ask(asks[:1])  # an engine that cannot wait has it the second time
-        kit.same(got, asks[:1] * 2)
-        assert got[1].reused, "nothing came from the tier below"
+        got += engine.ask(asks[:1])  # an engine that cannot wait for a load reuses it now
+        kit.assert_same(got, asks[:1] * 2)
+        assert got[1].reused, "nothing was loaded from the tier below host memory"
         assert engine.counted("kvcore_transfer_bytes_total", path="remote2h") > 0

@@ -1,4 +1,4 @@
-"""Blends: exact where all is recomputed, the oracle's where not, and never taken for exact."""
+"""Fusion: blends equal a full prefill or the oracle, and are never stored as exact KV."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ from kvcore.testing.conformance.kit import BLOCK, Kit, case
 
 FUSED = {"enabled": True, "min_tokens": 32}
 CHUNKS = (96, 112, 128)
-"""Tokens of each; whole blocks, so that all of a chunk is stored."""
+"""Length of each chunk in tokens. All are whole blocks, so that a chunk is stored completely."""
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """A prompt of chunks between words of its own; ``spans`` are where the chunks stand."""
+    """A prompt of chunks separated by its own tokens. ``spans`` are the chunks' token ranges."""
 
     tokens: list[int]
     spans: list[tuple[int, int]]
 
     def ask(self, ratio: float) -> Ask:
+        """Return the request for this prompt that recomputes ``ratio`` of the chunks' tokens."""
         return Ask(self.tokens, fusion={"ratio": ratio, "chunks": self.spans})
 
 
 def chunks_of(kit: Kit, seed: int) -> list[list[int]]:
+    """Return random chunks of the lengths `CHUNKS`."""
     assert all(count % BLOCK == 0 for count in CHUNKS)
-    return [kit.words(seed + i, count) for i, count in enumerate(CHUNKS)]
+    return [kit.tokens(seed + i, count) for i, count in enumerate(CHUNKS)]
 
 
 def mixed(kit: Kit, chunks: Sequence[Sequence[int]], seed: int) -> list[Mixed]:
-    """Prompts of two chunks each, in every order."""
+    """Return one prompt for every ordered pair of chunks."""
     made = []
     pairs = [(a, b) for a in range(len(chunks)) for b in range(len(chunks)) if a != b]
     for number, pair in enumerate(pairs):
-        tokens, spans = kit.words(seed + 10 * number, 9 + number), []
+        tokens, spans = kit.tokens(seed + 10 * number, 9 + number), []
         for place, chunk in enumerate(pair):
             spans.append((len(tokens), len(tokens) + len(chunks[chunk])))
-            tokens = [*tokens, *chunks[chunk], *kit.words(seed + 10 * number + 1 + place, 7)]
+            tokens = [*tokens, *chunks[chunk], *kit.tokens(seed + 10 * number + 1 + place, 7)]
         made.append(Mixed(tokens, spans))
     return made
 
 
 @functools.lru_cache(maxsize=2)
 def _decoder(model: Path, ahead: int = 0) -> Any:
-    """The reference's decoder, whose rows see ``ahead`` tokens too many."""
+    """Return the reference decoder, whose rows also attend to ``ahead`` later tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -62,13 +64,14 @@ def _decoder(model: Path, ahead: int = 0) -> Any:
 
 
 def oracle(kit: Kit, prompt: Mixed, ratio: float, ahead: int = 0) -> list[int]:
-    """What `kvcore.fusion.reference` answers: chunks computed alone, rows chosen as configured.
+    """Return the answer of the oracle, `kvcore.fusion.reference`.
 
-    ``ahead`` tokens too many are seen by each row of the blend, where a leak is wanted.
+    It computes each chunk alone and selects rows as configured. With ``ahead``, each row of the
+    blend also attends to that many later tokens, to imitate a leak.
     """
     import torch
 
-    from kvcore.config.schema import FusionConfig
+    from kvcore.config.schema_fusion import FusionConfig
     from kvcore.fusion.plan import Cached, Fresh, PromptPlan, PromptSegment
     from kvcore.fusion.reference import blend, precompute
     from kvcore.fusion.rope import rope_of
@@ -107,7 +110,7 @@ def everything_recomputed(kit: Kit) -> None:
         alone = [engine.ask([ask])[0] for ask in asks[:3]]
         engine.forget()
         found = engine.ask([Ask(prompt.tokens, fusion={"ratio": 1.0}) for prompt in asked[3:]])
-        kit.same([*alone, *found], asks)
+        kit.assert_same([*alone, *found], asks)
         blended = [answer.reused.get("blend", 0) for answer in (*alone, *found)]
         assert min(blended) >= 192, blended
 
@@ -124,7 +127,9 @@ def as_the_oracle(kit: Kit) -> None:
         assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
         expected = [oracle(kit, prompt, ratio) for prompt in asked]
         wrong = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a.tokens != b]
-        assert not wrong, f"at {ratio} answers {wrong} of {len(asked)} are not the oracle's"
+        assert not wrong, (
+            f"at ratio {ratio}, answers {wrong} of {len(asked)} differ from the oracle's"
+        )
 
 
 @case("fusion", Capability.FUSION)
@@ -135,12 +140,14 @@ def no_row_sees_the_future(kit: Kit) -> None:
     right = [oracle(kit, prompt, 0.3) for prompt in asked]
     leaked = [oracle(kit, prompt, 0.3, ahead=1) for prompt in asked]
     telling = [i for i, (a, b) in enumerate(zip(right, leaked, strict=True)) if a != b]
-    assert telling, "a leak changes no answer: the case shows nothing"
+    assert telling, "a leak changes no answer, so the case proves nothing"
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
         got = engine.ask([asked[i].ask(0.3) for i in telling])
     assert all(answer.reused.get("blend", 0) >= 192 for answer in got), got
-    assert [a.tokens for a in got] == [right[i] for i in telling], "not the oracle's answers"
+    assert [a.tokens for a in got] == [right[i] for i in telling], (
+        "answers differ from the oracle's"
+    )
 
 
 @case("fusion", Capability.FUSION)
@@ -152,23 +159,25 @@ def approximate_is_never_exact(kit: Kit) -> None:
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
         rough = engine.ask([prompt.ask(0.0) for prompt in asked])
-        right = kit.right(exact)
+        right = kit.expected(exact)
         differ = sum(a.tokens != b for a, b in zip(rough, right, strict=True))
-        assert differ >= len(asked) // 2, "pure reuse is no different: the case shows nothing"
-        kit.same(engine.ask(exact[:3]), exact[:3])
+        assert differ >= len(asked) // 2, (
+            "reuse without recomputation changes no answer, so the case proves nothing"
+        )
+        kit.assert_same(engine.ask(exact[:3]), exact[:3])
         engine.settle()
         engine.forget()
-        kit.same(engine.ask(exact), exact)
+        kit.assert_same(engine.ask(exact), exact)
         turns = [
-            Ask([*ask.tokens, *answer.tokens, *kit.words(5600, 9)])
+            Ask([*ask.tokens, *answer.tokens, *kit.tokens(5600, 9)])
             for ask, answer in zip(exact, rough, strict=True)
         ]
-        kit.same(engine.ask(turns), turns)
+        kit.assert_same(engine.ask(turns), turns)
 
 
 @case("fusion", Capability.FUSION, Capability.RANKS)
 def two_ranks_blend(kit: Kit) -> None:
-    """Ranks with different heads choose the same rows."""
+    """Ranks with different heads select the same rows to recompute."""
     chunks = chunks_of(kit, 5700)
     asked = mixed(kit, chunks, 5800)
     with kit.engine(kit.config(fusion=FUSED), ranks=2) as engine:

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
-from kvcore.config.fields import Seconds
-from kvcore.config.schema import Size, parse_size
+from kvcore.config.fields import Seconds, Size, parse_size
 from kvcore.errors import (
     BlockMissing,
     CapacityError,
