@@ -1,0 +1,49 @@
+"""Log lines of operator commands, traces and records."""
+
+from __future__ import annotations
+
+from tools.troubles.entry import NOTHING, Trouble
+
+OPERATOR_COMMANDS = [
+    Trouble(
+        "the audit log lacks a line: %s",
+        "The command was carried out, but its line is only in the log.",
+        "Check the disk of `control.audit`.",
+    ),
+    Trouble(
+        "an order failed kind=%s",
+        "A bug: a command of `kvcore ctl` was not carried out, or only in part.",
+        "Report it with the lines around it.",
+    ),
+    Trouble(
+        "refused what is no order: %s",
+        "Something other than `kvcore ctl` of this version connects to `control.address`.",
+        "Find out who connects there.",
+    ),
+    Trouble(
+        "an answer to an order is lost: %s",
+        "`kvcore ctl` was interrupted, or asked for more than fits a message.",
+        "`kvcore ctl list` shows the current state. Give it a lower `--limit`.",
+    ),
+]
+
+TRACES_AND_RECORDS = [
+    Trouble(
+        "no records of requests are written: %s",
+        "The folder `explain.path` is not writable.",
+        "Name a writable folder.",
+    ),
+    Trouble(
+        "records of requests are not written any more: %s",
+        "Writing to `explain.path` failed.",
+        "Check the disk, and restart the engine.",
+    ),
+    Trouble(
+        "no spans are made: %s",
+        "`explain.spans` needs a package that is not installed.",
+        "`pip install opentelemetry-api`, or set `explain.spans = false`.",
+    ),
+    Trouble("trace %s is full and ends here", "The trace file has reached 256 MiB.", NOTHING),
+    Trouble("trace %s ends here: %s", "Writing the trace failed.", "Check the disk."),
+    Trouble("trace %s: %s", "The trace file could not be closed.", "Check the disk."),
+]

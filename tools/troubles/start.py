@@ -1,0 +1,145 @@
+"""Log lines of the start, and lines with which kvcore turns itself off."""
+
+from __future__ import annotations
+
+from tools.troubles.entry import BUILD_NATIVE, NOTHING, OWN_ERROR, RESTART_AND_REPORT, Trouble
+
+START = [
+    Trouble(
+        "plugin_left_out",
+        "A plugin could not be loaded. The other plugins work.",
+        "Repair it, or name it in `plugins.disable`.",
+    ),
+    Trouble(
+        "ops_left_out",
+        "An implementation of the copy operations cannot be used. kvcore uses another one.",
+        f"For `native`: {BUILD_NATIVE}",
+    ),
+    Trouble(
+        "attention_hook_left_out",
+        "A plugin's attention hook does not support this model, or failed.",
+        "See the error in the line. If you do not need the hook, name the plugin in "
+        "`plugins.disable`.",
+    ),
+    Trouble(
+        "no native copies: %s",
+        "The native copy routines are not built. torch copies instead, more slowly.",
+        BUILD_NATIVE,
+    ),
+    Trouble(
+        "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
+        "hub serves under that name; give the engine a revision or a local folder",
+        "If the hub changes the weights under this name, old KV is reused with new weights.",
+        "Give the engine a revision or a local folder.",
+    ),
+    Trouble(
+        "the tier %s is off: %s",
+        "A tier cannot be used. The other tiers work.",
+        "Do what the message says, and restart the engine.",
+    ),
+    Trouble(
+        "tier %s cannot be opened here: %s",
+        "A worker cannot open a tier that the leader has opened. Nothing is stored there.",
+        "Every worker needs access to the folder or store: check mounts, permissions and "
+        "addresses.",
+    ),
+    Trouble(
+        "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies to "
+        "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+        "The GPU cannot access host memory by DMA.",
+        "Raise the limit (`ulimit -l unlimited`, or the container's), or lower `host.capacity`.",
+    ),
+    Trouble(
+        "little memory is left on this machine: host memory of %d bytes is taken only when "
+        "blocks come; lower host.capacity",
+        "Less than an eighth of the memory of the machine or container would be left.",
+        "Lower `host.capacity`, or give the container more memory. Otherwise a process may be "
+        "killed when host memory fills up.",
+    ),
+    Trouble(
+        "huge pages are not available (%s): disk reads into host memory are slower; write "
+        "madvise or always to %s",
+        "Host memory uses pages of 4 KiB.",
+        "Write `madvise` to the file that the line names, or set `host.huge_pages = false`.",
+    ),
+    Trouble(
+        "the server's memory is in pages of 4 KiB: reads from disk are half as fast; as root: "
+        "mount -o remount,huge=advise %s",
+        "The tmpfs of `server.folder` was mounted without huge pages.",
+        "Remount it as the line says and restart the server, or set `host.huge_pages = false`.",
+    ),
+    Trouble(
+        "no trace is written: %s",
+        "The folder `trace.path` is not writable.",
+        "Name a writable folder.",
+    ),
+    Trouble(
+        "attention hooks are left out: %s: %s",
+        "The attention hooks do not fit this model or runner. The engine runs without them.",
+        "If you do not need the hooks, name the plugin in `plugins.disable`.",
+    ),
+    Trouble(
+        "exact prefixes only: %s",
+        "Fusion is on, but does not support this model or engine.",
+        "Nothing, or set `fusion.enabled = false`.",
+    ),
+    Trouble(
+        "connector_not_registered",
+        "The adapter does not support this version of vLLM, or registration failed.",
+        "Install a version that `kvcore plugins` names.",
+    ),
+    Trouble(
+        "hooks_not_registered",
+        "The adapter does not support this version of SGLang, or registration failed.",
+        "Install a version that `kvcore plugins` names.",
+    ),
+    Trouble(
+        "hook_not_registered",
+        "A function of SGLang that kvcore wraps has changed.",
+        "Install a version that `kvcore plugins` names.",
+    ),
+]
+
+TURNS_OFF = [
+    Trouble(
+        "kvcore stands aside, the model runs without it: %s",
+        "kvcore does not support this model, or the layout of its KV.",
+        "See the engine's page. The engine runs as it does without kvcore.",
+    ),
+    Trouble(
+        "the link between two ranks has failed thread=%s",
+        "A message between two ranks of SGLang could not be read or carried out; the error "
+        "after it says why. kvcore turns itself off. The engine continues if its ranks still "
+        "agree.",
+        "Look at the logs of the other ranks, and report it.",
+    ),
+    Trouble(
+        "a link between two ranks stays open: %s did not end",
+        "At shutdown, a thread of kvcore was still working on a message from another rank.",
+        NOTHING,
+    ),
+    Trouble(
+        "kvcore stands aside on rank %d: %s",
+        "kvcore does not support the model, or the layout of its KV, on this rank.",
+        "See the engine's page. The engine runs as it does without kvcore.",
+    ),
+    Trouble(
+        "%s: kvcore stands aside until the engine restarts",
+        "A worker cannot move KV (`a worker refused its work`), or something unexpected "
+        "happened, which the line names. kvcore reports no more hits to the engine.",
+        "Look for the worker's own line before it, and restart the engine. Report an error.",
+    ),
+    Trouble(
+        "kvcore failed",
+        "An internal error of kvcore in SGLang's scheduler. kvcore turns itself off.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "%s failed",
+        "An internal error of kvcore in a call by TensorRT-LLM. kvcore turns itself off.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble("the load of request %s cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
+    Trouble("the step cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
+    Trouble("reports could not be taken in", OWN_ERROR, RESTART_AND_REPORT),
+]
