@@ -37,17 +37,11 @@ class Side:
         config = load_config(overrides=settings, env={})
         self.recorder = RequestRecorder.of(config)
         index = BlockIndex([TierSpec("host", 64), TierSpec("disk", 64)])
-        listener = self.watch.listener(None)
+        listener = self.recorder.listener(None)
         assert listener is not None
         index.watch(listener)
         outbox, metrics = Outbox(1), Metrics("leader")
-        manager = KVManager(
-            index,
-            outbox,
-            backing=[Backing("disk")],
-            metrics=metrics,
-            on_event=self.recorder.listener(None),
-        )
+        manager = KVManager(index, outbox, backing=[Backing("disk")], metrics=metrics)
         rates = Rates(LAYERS, ComputeRates(1e-3, 1e-6, 1e-10), tier_priors(["host", "disk"]))
         for n in (1, 2, 3, 4):
             rates.prefilled([ForwardPart(100 * n, 0)], n * 0.01)

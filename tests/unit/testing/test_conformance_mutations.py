@@ -88,14 +88,14 @@ class MissingSalt(Leader):
     """Tenants share a namespace."""
 
     def namespace_of(self, request: Request) -> Namespace:
-        return self._namespaces.of()
+        return self.namespaces.of()
 
 
 class MissingLora(Leader):
     """KV is found whatever LoRA weights it was made with."""
 
     def namespace_of(self, request: Request) -> Namespace:
-        return self._namespaces.of(salt=request.salt)
+        return self.namespaces.of(salt=request.salt)
 
 
 class OneFingerprint(ReferenceEngine):

@@ -241,7 +241,7 @@ def test_a_read_that_was_spoilt_in_silence_is_noticed(
     ("seam", "fault", "words"),
     [
         (Seam.FILE_WRITE, Fault.FULL, "lower disk.capacity"),
-        (Seam.FILE_WRITE, Fault.ERROR, "Input/output error, as told"),
+        (Seam.FILE_WRITE, Fault.ERROR, "Input/output error (an injected fault)"),
         (Seam.RECORD, Fault.FULL, "lower disk.capacity"),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_flush_that_fails_is_raised(disk: tuple[DiskTier, Faults]) -> None:
     tier, faults = disk
     write_blocks(tier, blocks())
     faults.set(Rule(Fault.ERROR, Seam.SYNC))
-    with pytest.raises(TierUnavailable, match="as told"):
+    with pytest.raises(TierUnavailable, match="an injected fault"):
         tier.sync()
 
 
