@@ -14,7 +14,7 @@ ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py
 
-SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 .PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
 .DEFAULT_GOAL := help

@@ -148,7 +148,9 @@ class KVManager(Manager):
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:
-        return any(store.wait(timeout) for store in self.tiers.lookups.values())
+        limit = time.monotonic() + timeout
+        lookups = self.tiers.lookups.values()
+        return any(store.wait(max(limit - time.monotonic(), 0.0)) for store in lookups)
 
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
         below = sum(n for tier, n in hit.blocks_by_tier(start, stop).items() if tier != HOST)

@@ -55,8 +55,9 @@ class AttentionCall:
     Args:
         layer: counted from 0.
         query: [rows, heads, dim], after RoPE.
-        key, value: [rows, kv_heads, dim], of the same rows. The engine has written them to its
-            pages, or is about to.
+        key: [rows, kv_heads, dim], of the same rows. The engine has written it to its pages, or is
+            about to.
+        value: as ``key``.
         batch: the requests that the rows belong to.
     """
 

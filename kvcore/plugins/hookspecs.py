@@ -14,14 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvcore.fusion.ops import FusionOps
-    from kvcore.tiers.base import Tier
-    from kvcore.tiers.remote import StoreKind
-    from kvcore.tiers.spec import PreparedTier, TierContext
-
 from typing import TYPE_CHECKING, NamedTuple
 
 import pluggy
@@ -36,6 +28,8 @@ if TYPE_CHECKING:
     from kvcore.memory.copy.base import DeviceOps
     from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
+    from kvcore.tiers.base import Tier
+    from kvcore.tiers.remote import StoreKind
     from kvcore.tiers.spec import PreparedTier, TierContext
 
 PROJECT = "kvcore"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, KVCoreError
 from kvcore.manager import HOST, Event, Readiness, WritePolicy
+from kvcore.manager import manager as manager_module
 from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
+from support.clock import Clock
 from support.manager import NAMESPACE, ManagerRig, chain
 
 
@@ -438,3 +441,22 @@ def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
     rig.drain()
     assert rig.loaded(graph) == [keys[0], None, keys[2]]
     assert rig.manager.get_match(keys, NAMESPACE).depth == 1
+
+
+def test_silent_stores_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to wait is for all stores, not for each."""
+    clock = Clock()
+    waited: list[float] = []
+
+    class Silent:
+        def wait(self, timeout: float) -> bool:
+            waited.append(timeout)
+            clock.now += timeout
+            return False
+
+    monkeypatch.setattr(manager_module.time, "monotonic", clock)  # type: ignore[attr-defined]
+    manager = ManagerRig().manager
+    lookups: Any = {"near": Silent(), "far": Silent()}
+    manager.tiers = replace(manager.tiers, lookups=lookups)
+    assert not manager.wait_stores(0.5)
+    assert waited == [0.5, 0.0]

@@ -50,3 +50,10 @@ def test_every_link_of_every_page_leads_somewhere(source: str) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     assert [page.name for page in DOCS if f"- {page.name}" not in nav] == []
+
+
+def test_the_site_is_built_so_that_a_warning_fails() -> None:
+    """With `--quiet` mkdocs hides warnings from `--strict` too: a broken anchor passed."""
+    [line] = [line for line in (ROOT / "Makefile").read_text().splitlines() if "mkdocs" in line]
+    assert "--strict" in line
+    assert "--quiet" not in line
