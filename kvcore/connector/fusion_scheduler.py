@@ -8,7 +8,7 @@
     order          the request has its pages: launches the chunks' loads, orders the blend
     take_report    updates metrics, learned rates and what the client is shown
 
-The engine is told that [0, stop) is computed externally. The KV of [exact, stop) is approximate
+The engine treats [0, stop) as computed externally. The KV of [exact, stop) is approximate
 from the first chunk on, so it must not be stored or shared under any key. How an engine ensures
 that, and how it fetches chunks from lower tiers, is in its adapter's subclass.
 """
@@ -51,13 +51,13 @@ REQUESTS_KEPT = 1024
 
 @dataclass(frozen=True)
 class FusionTraits:
-    """How one engine differs from the others.
+    """The properties of one engine that matter to fusion.
 
     Attributes:
         page_tokens: the engine's page in tokens.
         ends_at_page: a blend must end at the border of a page.
-        promises: the engine is promised the KV before it allocates pages and cannot be told
-            otherwise. Staging memory is then reserved with the promise, not with the order.
+        promises: the engine is promised the KV before it allocates pages, and the promise cannot
+            be retracted. Staging memory is then reserved with the promise, not with the order.
     """
 
     page_tokens: int

@@ -45,7 +45,7 @@ F = TypeVar("F", bound=FusionScheduler)
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerTraits:
-    """How the scheduler of one engine differs from the others.
+    """The properties of one engine that matter to its scheduler.
 
     Attributes:
         no_page: the engine's mark for a page that it dropped or never had.

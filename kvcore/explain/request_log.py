@@ -92,7 +92,7 @@ class RequestRecord:
         ``for_client`` hides every hint of other tenants: text that another tenant sent appears as
         never seen.
         """
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "request": self.request_id,
             "tokens": self.tokens,
             "engine_held": self.computed,
@@ -104,10 +104,10 @@ class RequestRecord:
             "outcome": self.outcome,
         }
         if self.plan is not None:
-            told["plan"] = _plan(self.plan)
+            shown["plan"] = _plan(self.plan)
         if self.otherwise is not None:
-            told["otherwise"] = _otherwise(self.otherwise)
-        return told
+            shown["otherwise"] = _otherwise(self.otherwise)
+        return shown
 
     @property
     def is_over(self) -> bool:
@@ -120,14 +120,14 @@ def _discreet(miss: Miss) -> Miss:
 
 
 def _miss(miss: Miss) -> dict[str, Any]:
-    told: dict[str, Any] = {"cause": miss.cause.value}
+    shown: dict[str, Any] = {"cause": miss.cause.value}
     if miss.tier:
-        told["tier"] = miss.tier
+        shown["tier"] = miss.tier
     if miss.seconds_ago is not None:
-        told["seconds_ago"] = round(miss.seconds_ago, 3)
+        shown["seconds_ago"] = round(miss.seconds_ago, 3)
     if miss.differed:
-        told["differed"] = list(miss.differed)
-    return told
+        shown["differed"] = list(miss.differed)
+    return shown
 
 
 def _plan(plan: Plan) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         that did not arrive, before another request can share their pages.
         """
         if not self._model.single_group:
-            return False  # vLLM cannot be told which pages of several groups failed
+            return False  # vLLM accepts failed pages of one group only
         from_host = set(hit.blocks_by_tier(first, last)) <= {HOST}
         nbytes = (last - first) * self._model.shape.nbytes
         return from_host and nbytes <= self._config.transfer.sync_load_max

@@ -49,7 +49,7 @@ MAX_ATTEMPTS = 2
 left the index when the second is planned."""
 
 REPORT_WAIT_S = 0.01
-"""How long to block at a time for a report of copies that have ended."""
+"""Seconds to block at a time for a report of copies that have ended."""
 
 
 class Lookup(NamedTuple):
@@ -422,7 +422,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
 
     @property
     def leftovers(self) -> list[str]:
-        """What is still held or in flight, as text. Empty when the engine is idle and settled."""
+        """Lines on what is still held or in flight. Empty when the engine is idle and settled."""
         what = {
             "graphs in flight": self.manager.in_flight,
             "loads": len(self._loads),
