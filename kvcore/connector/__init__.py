@@ -1,13 +1,16 @@
-"""What every engine's adapter needs beside the core; no engine is involved.
+"""The parts that the connectors of all engines share. No engine is imported here.
 
-    model     a model as kvcore sees it: layer groups, block shape, heads by rank
-    identity  who made KV: weights, LoRA, tenant; the namespaces of requests
-    paging    an engine's pages as the device units of transfer graphs; which graphs use a page
-    outbox    the manager's transport, where graphs leave with the engine's own messages
-    chunks    what of a prompt is stored at another place, for blends
-    build     leader and worker of an engine, put together from a config
-    rank      what a worker does to its tiers at the start and at the end
+    build             composes the leader and the worker of an engine from a config
+    scheduler         base of the leaders: keys, counts, saves, reports, clears
+    worker            base of the workers: submits graphs, repeats failed loads, reports
+    messages          plans and reports between leader and workers
+    step_transport    the manager's transport when graphs leave with the engine's own messages
+    page_table        an engine's pages as device units of graphs, and the graphs that use a page
+    disagg            promises between the engines of disaggregated prefill
+    forward_timer     the time of an engine's forwards
+    fusion_*          the same parts for blends: scheduler, worker, messages, chunks, policy
+    engine_layers     helpers to run an engine's decoder layers for blends
 
-An adapter keeps what is its engine's own: when it is called, what it may answer, what its objects
-are named. The submodules are imported one by one; only using a worker loads torch.
+An adapter adds what belongs to its engine: when it is called, what it may answer, and the engine's
+objects. Import the submodules one by one. Only those of the worker load torch.
 """

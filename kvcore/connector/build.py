@@ -1,5 +1,6 @@
-"""Leader and worker of an engine, composed from a config. The choice between tiers of this process
-and a kvcore server is made here, and nowhere else.
+"""Composes the leader and the worker of an engine from a config.
+
+The choice between tiers of this process and a kvcore server is made here, and nowhere else.
 
     config + model ── build_leader ──▶ LeaderParts     index, lower tiers, manager; or a client
     config + model ── build_worker ──▶ WorkerParts     arena, copies, tiers to open     (each rank)
@@ -66,14 +67,21 @@ def build_leader(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
 ) -> LeaderParts:
-    """Build the leader of a model: over tiers of this process, or as a client of the server that
-    ``config`` names. Does I/O: a disk tier scans its records, or a server is greeted.
+    """Build the leader of a model, over tiers of this process or as a client of a server.
 
-    ``recorder`` counts in the leader's metrics from then on, and receives its events.
-    ``data_parallel_rank`` tells the leaders of one engine apart if there are several. ``on_event``
-    is as in `kvcore.runtime.build.build_manager`; a server tells nobody but its own subscribers.
+    The leader is a client if ``config`` names a server. Does I/O: a disk tier scans its records, or
+    the client connects to the server.
 
-    Raises what `build_manager` raises, and UnsupportedError if a server refuses this client.
+    Args:
+        config: the settings.
+        model: the model whose KV is cached.
+        transport: carries graphs to the workers.
+        recorder: counts in the leader's metrics from then on, and receives its events.
+        on_event: see `kvcore.runtime.build.build_manager`. A server sends events to its own
+            subscribers only.
+        data_parallel_rank: identifies the leader if one engine has several.
+
+    Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
     if recorder is not None:
         on_event = recorder.listener(on_event)
@@ -96,8 +104,7 @@ def scheduler_parts(
     fusion: F | None = None,
     planning: LoadAdvisor | None = None,
 ) -> SchedulerParts[F]:
-    """Put together what an engine's `SchedulerCore` works with; it releases ``parts`` as it
-    closes."""
+    """Collect the parts of an engine's `SchedulerCore`, which releases ``parts`` when it closes."""
     return SchedulerParts(
         manager=parts.manager,
         transport=transport,
@@ -110,7 +117,7 @@ def scheduler_parts(
 
 
 def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
-    """Build the leader of a server's client."""
+    """Build the leader as a client of a server."""
     from kvcore.server.client import join_server
 
     metrics = Metrics("leader", enabled=config.metrics.enabled)
@@ -131,11 +138,11 @@ def build_policy(
     device: str,
     recorder: RequestRecorder | None = None,
 ) -> FusionPolicy | None:
-    """Build what learns an engine's rates and decides about blends; None if nobody wants to know.
+    """Build the policy that learns an engine's rates and decides about blends.
 
-    The fusion controller and the planner decide by rates. A ``recorder`` that keeps records, or
-    counts what loads save, estimates by them. ``hidden`` is the model's width and ``device`` the
-    torch device's type.
+    The fusion controller and the planner decide by rates. A ``recorder`` that keeps records or
+    counts the time saved by loads estimates with them. Returns None if none of these is in use.
+    ``hidden`` is the model's hidden size and ``device`` a torch device type.
     """
     fuses = config.fusion.enabled and config.fusion.adaptive
     estimates = recorder is not None and (recorder.records or config.metrics.enabled)
@@ -166,8 +173,10 @@ def build_planner(
     min_load_tokens: int,
     layerwise: bool,
 ) -> LoadAdvisor | None:
-    """Have ``recorder`` estimate by ``rates``. Return what plans by them, None if planning is
-    off."""
+    """Build the planner over ``rates`` and let ``recorder`` estimate with it.
+
+    Returns the planner, or None if planning is off.
+    """
     planning = LoadAdvisor(
         config,
         model,
@@ -186,9 +195,9 @@ def build_planner(
 def build_worker(
     config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
 ) -> WorkerParts:
-    """Build the worker of ``rank``, with an arena of its own or over that of a server.
+    """Build the worker of ``rank``, over its own arena or over a server's.
 
-    See `kvcore.runtime.build.build_worker` for ``views`` and for what is raised.
+    See `kvcore.runtime.build.build_worker` for ``views`` and for the errors raised.
     """
     if config.server.address is None:
         return runtime.build_worker(config, model, rank, views)
@@ -199,7 +208,7 @@ def build_worker(
 
 
 def fusion_parts(config: Config, parts: WorkerParts) -> tuple[Selector, FusionOps]:
-    """Build a rank's selector of rows, and pick its kernels, as ``[fusion]`` and ``[ops]`` say."""
+    """Build a rank's row selector and select its kernels by ``[fusion]`` and ``[ops]``."""
     selector = parts.plugins.selector(config.fusion.selector, config.fusion.selector_options)
     device, plugins = parts.worker.groups[0].view.tensors[0].device, parts.plugins
     ops = select_fusion(device, plugins.ops(), plugins.fusion_ops(), config.ops.backend)
@@ -215,7 +224,10 @@ def build_fusion_worker(
     layers: EngineLayers,
     ropes: Sequence[Rope | None],
 ) -> _B:
-    """Build what blends on ``rank`` with the engine's own ``layers``, which rotate as ``ropes``."""
+    """Build the fusion worker of ``rank`` over the engine's own ``layers``.
+
+    ``kind`` is the class to build. ``ropes`` rotate cached K, one a layer.
+    """
     selector, ops = fusion_parts(config, parts)
     return kind(
         config,

@@ -1,4 +1,4 @@
-"""Disaggregated prefill: one engine computes a prompt, another one answers it.
+"""Disaggregated prefill: one engine computes a prompt, another generates the answer.
 
     prefill engine ── promised ──▶ client or proxy ──▶ accept ── decode engine
                   └── KV ──▶ a store that both use ──▶ polled until it is there ──┘
@@ -31,7 +31,7 @@ _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
 
 
 class _Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A promise as clients and proxies pass it on. ``last`` is the last block's key."""
+    """A promise in the form that clients and proxies pass on. ``last`` is the last block's key."""
 
     version: Annotated[int, Meta(ge=0)]
     namespace: _Hex
@@ -64,7 +64,10 @@ def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] |
 
 
 def accepted(given: object, chain: KeyChain, wait_s: float, request_id: object) -> Promise | None:
-    """Return `accept`, or None if ``given`` is no mapping or is refused; the log says why."""
+    """Return the promise that `accept` returns, or None if it refuses ``given``, with a warning.
+
+    Returns None without a warning if ``given`` is not a mapping.
+    """
     if not isinstance(given, Mapping):
         return None
     try:
@@ -75,7 +78,7 @@ def accepted(given: object, chain: KeyChain, wait_s: float, request_id: object) 
 
 
 def accept(given: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
-    """Check a promise from `promised`; return it, to be waited for up to ``wait_s`` seconds.
+    """Check a promise from `promised` and return it with a wait of up to ``wait_s`` seconds.
 
     Raises FormatError if it is malformed, or is for another prompt, model or tenant.
     """

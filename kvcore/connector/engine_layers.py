@@ -59,7 +59,7 @@ def check_count(modules: Sequence[Any], layers: int) -> None:
 def check_arguments(call: Callable[..., Any], wanted: Sequence[str], known: str) -> None:
     """Raise UnsupportedError unless the first arguments of ``call`` are ``wanted``.
 
-    ``known`` names the versions of the engine in which they are.
+    ``known`` names the versions of the engine in which that holds.
     """
     taken = [name for name in inspect.signature(call).parameters if name != "self"][: len(wanted)]
     if taken != list(wanted):
@@ -70,7 +70,7 @@ def check_arguments(call: Callable[..., Any], wanted: Sequence[str], known: str)
 
 
 def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") -> None:
-    """Raise UnsupportedError if a feature in ``unlike`` is set: fusion would compute it wrong.
+    """Raise UnsupportedError if a feature in ``unlike`` is set: fusion cannot compute it.
 
     ``unlike`` maps the names of features to values that are true if the model has the feature.
     """
@@ -80,9 +80,9 @@ def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") ->
 
 
 class TensorParallelLayers(EngineLayers):
-    """Layers of an engine whose tensor-parallel ranks are a torch process group.
+    """The layers of an engine whose tensor-parallel ranks are a torch process group.
 
-    ``distributed`` is the engine's module of collectives; None for a rank that is alone. It has
+    ``distributed`` is the engine's module of collectives, or None if there is only one rank. It has
     ``tensor_model_parallel_all_reduce``, and ``get_tp_group``, which returns a group with a
     ``cpu_group``.
     """

@@ -1,4 +1,4 @@
-"""Measuring the time of an engine's forwards on a device."""
+"""A timer for an engine's forwards on a device."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class ForwardTimer(Generic[_T]):
         self._ended: deque[tuple[_T, Any, Any]] = deque()
 
     def start(self, what: _T) -> None:
-        """Start to time a forward, labelled ``what``. A forward that was not stopped is dropped."""
+        """Start timing a forward, labelled ``what``. A forward that was not stopped is dropped."""
         self._running = (what, self._now())
 
     def stop(self) -> None:
-        """Stop the forward that was started, if any: it has ended, or it has been launched."""
+        """Stop timing the current forward, if any: it has ended, or it has been launched."""
         if self._running is not None:
             self._ended.append((*self._running, self._now()))
             self._running = None
 
     def take(self) -> list[tuple[_T, float]]:
-        """Return (what, seconds) of forwards that ended since the last call. Does not block."""
+        """Return (label, seconds) of forwards that ended since the last call. Does not block."""
         done = []
         while self._ended and self._is_over(self._ended[0][2]):
             what, start, stop = self._ended.popleft()

@@ -154,7 +154,7 @@ class ChunkPlanner:
         return replace(plan, stop=stop, chunks=tuple(chunks))
 
     def source(self, chunk: Reusable) -> tuple[Hit, int, int]:
-        """Look up the chain of a chunk; returns (hit, first block, block after the last).
+        """Look up the chain of a chunk. Returns (hit, first block, block after the last).
 
         Raises KVCoreError if the chunk's last block has been evicted from every tier.
         """
@@ -186,7 +186,7 @@ class ChunkPlanner:
     def launch(
         self, plan: BlendPlan, layers: Sequence[Span], lane: Lane
     ) -> tuple[list[ChunkLoad], int]:
-        """Launch the loads of a plan's chunks into staging; returns them and the staging's blocks.
+        """Launch the loads of a plan's chunks into staging. Returns them and the staging's blocks.
 
         ``layers`` are the layer steps in which the chunks arrive. ``lane`` receives each graph.
         A chunk that is no longer cached is left out and computed with the fresh tokens.

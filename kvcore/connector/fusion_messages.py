@@ -32,9 +32,9 @@ FULL_LAYERS = 2
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What a blend of one request consists of: KV for [exact, stop), ``chunks`` ascending.
+    """A blend of one request: KV for positions [exact, stop). Stays in the leader.
 
-    ``ratio`` is the share of the chunks' rows to recompute. Stays in the leader.
+    ``chunks`` are in ascending order. ``ratio`` is the share of their rows to recompute.
     """
 
     exact: int

@@ -85,8 +85,10 @@ class FusionPolicy:
     ) -> None:
         """Learn from what the workers measured.
 
-        ``profile`` has (rows, seconds) of the layers over an empty context, ``forwards`` (number
-        from `time`, seconds) of steps, and ``counted`` the transfer counters.
+        Args:
+            profile: (rows, seconds) of the layers over an empty context.
+            forwards: (number from `time`, seconds) of steps.
+            counted: the transfer counters.
         """
         for rows, seconds in profile:
             self._controller.prefilled([ForwardPart(rows, 0)], seconds)

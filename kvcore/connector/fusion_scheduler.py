@@ -8,7 +8,7 @@
     order          the request has its pages: launches the chunks' loads, orders the blend
     take_report    updates metrics, learned rates and what the client is shown
 
-The engine is told that [0, stop) is computed externally. The KV of [exact, stop) is approximate
+The engine treats [0, stop) as computed externally. The KV of [exact, stop) is approximate
 from the first chunk on, so it must not be stored or shared under any key. How an engine ensures
 that, and how it fetches chunks from lower tiers, is in its adapter's subclass.
 """
@@ -51,13 +51,13 @@ REQUESTS_KEPT = 1024
 
 @dataclass(frozen=True)
 class FusionTraits:
-    """How one engine differs from the others.
+    """The properties of one engine that matter to fusion.
 
     Attributes:
         page_tokens: the engine's page in tokens.
         ends_at_page: a blend must end at the border of a page.
-        promises: the engine is promised the KV before it allocates pages and cannot be told
-            otherwise. Staging memory is then reserved with the promise, not with the order.
+        promises: the engine is promised the KV before it allocates pages, and the promise cannot
+            be retracted. Staging memory is then reserved with the promise, not with the order.
     """
 
     page_tokens: int
@@ -174,7 +174,7 @@ class FusionScheduler:
         plan = self._whole_pages(request.found, exact, limit, self.config.fusion.ratio)
         if plan is None:
             return None
-        if request.options.ratio is not None:  # the client's wish, whatever it costs
+        if request.options.ratio is not None:  # the client's choice, whatever it costs
             return replace(plan, ratio=request.options.ratio)
         if self.policy is None:
             return plan
@@ -236,11 +236,11 @@ class FusionScheduler:
     ) -> BlendOrder:
         """Launch the loads of a plan whose pages are allocated and return the order for the ranks.
 
-        The order carries the graph of each chunk, so none waits in the transport's queue. ``lane``
-        receives them in an engine whose ranks get graphs by themselves, without the order.
+        The order carries the graph of each chunk, so no graph goes through the transport's queue.
+        If the ranks of an engine receive graphs without the order, ``lane`` receives them.
 
-        The engine counts on the tokens: a chunk that
-        is no longer cached is computed with the fresh tokens.
+        The engine counts on the tokens, so a chunk that is no longer cached is computed with the
+        fresh tokens.
         """
         chunks, blocks = self.chunks.launch(plan, self.layer_steps, lane or _left_to_the_order)
         if not self.traits.promises:
@@ -263,15 +263,15 @@ class FusionScheduler:
         )
 
     def end_step(self) -> None:
-        """The step is planned: the blends of the next one have staging memory of their own."""
+        """Release the staging memory reserved in this step. Call when the step is planned."""
         self._staged = 0
 
     # -- results ----------------------------------------------------------------------------
 
     def take_report(self, report: BlendReport) -> None:
-        """Take in the result of a blend.
+        """Handle the result of a blend.
 
-        The metrics count each blend once, and not those of forgotten requests.
+        The metrics count each blend once, and leave out blends of forgotten requests.
         """
         request = self._known.get(report.request_id)
         if request is not None and request.plan is not None:
@@ -306,7 +306,7 @@ class FusionScheduler:
             self._known.popitem(last=False)
 
     def refuse(self, request_id: str) -> None:
-        """The engine computes the request from its start, whatever the result of its blend."""
+        """Ignore the result of the request's blend: the engine computes it from its start."""
         request = self._known.get(request_id)
         if request is None or request.plan is None:
             return
@@ -320,9 +320,9 @@ class FusionScheduler:
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
-        """What the clients of recent requests are shown, by request id."""
+        """The results that clients of recent requests are shown, by request id."""
         return {request_id: request.result() for request_id, request in self._known.items()}
 
 
 def _left_to_the_order(graph: TransferGraph) -> None:
-    """A lane to nowhere: the blend's order carries the graph."""
+    """Drop the graph: the blend's order carries it."""

@@ -74,7 +74,7 @@ class EngineLayers(DecoderLayers):
 
 
 class RefusingFusionWorker:
-    """Stands in on a rank that cannot blend: the engine computes. The rank's log says why."""
+    """The fusion worker of a rank that cannot blend: the engine computes. The log says why."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens

@@ -23,12 +23,14 @@ __all__ = ["Codec", "PlanMetadata", "StepReport", "WorkPlan", "merge_reports"]
 
 
 class WorkPlan(msgspec.Struct, array_like=True):
-    """Work for a rank, the part that all engines have in common.
+    """The part of a rank's work in a step that all engines have in common.
 
-    ``open_tiers`` maps the names of tiers to the options with which a rank opens them. It is sent
-    once, before any graph that names those tiers. ``forget`` lists slots of tiers to make
-    unreadable before any graph of this plan starts. ``cancel`` lists ids of graphs. ``blends`` are
-    made before the forward.
+    Attributes:
+        open_tiers: options to open tiers with, by the tier's name. Sent once, before any graph
+            that names those tiers.
+        forget: slots of tiers to make unreadable before any graph of this plan starts.
+        cancel: ids of graphs to cancel.
+        blends: orders to carry out before the forward.
     """
 
     open_tiers: dict[str, dict[str, Any]] = {}
@@ -38,11 +40,15 @@ class WorkPlan(msgspec.Struct, array_like=True):
 
 
 class StepReport(msgspec.Struct, array_like=True):
-    """The ops that ended on a rank since its last report, and what it counted meanwhile.
+    """The results of a rank since its last report.
 
-    ``forwards`` are (number, seconds) of the forwards that a plan asked to time. ``profile`` is
-    sent once: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
-    rows.
+    Attributes:
+        reports: the ops that ended.
+        counted: the increase of the rank's counters.
+        blends: the results of blends.
+        forwards: (number, seconds) of the forwards that a plan asked to time.
+        profile: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
+            rows. Sent once.
     """
 
     reports: list[OpReport] = []
@@ -89,7 +95,7 @@ _P = TypeVar("_P", bound="PlanMetadata[Any]")
 
 
 class Codec(Generic[_M]):
-    """Encodes and decodes messages of one kind. A message with only defaults is no bytes at all.
+    """Encodes and decodes messages of one kind. A message with only defaults is empty.
 
     ``what`` names the kind in errors.
     """
@@ -106,7 +112,7 @@ class Codec(Generic[_M]):
         return b"" if payload == self._empty else payload
 
     def decode(self, payload: bytes) -> _M:
-        """Return the message in ``payload``. Raises FormatError if it is no such message."""
+        """Return the message in ``payload``. Raises FormatError if it is not a valid message."""
         return self._decode(payload) if payload else self._kind()
 
 
@@ -127,6 +133,6 @@ class PlanMetadata(Generic[_M]):
         return cls(cls.codec.encode(plan))
 
     def plan(self) -> _M:
-        """Return the plan. Raises FormatError if the payload is none."""
+        """Return the plan. Raises FormatError if the payload is not a valid plan."""
         found: _M = self.codec.decode(self.payload)
         return found

@@ -1,4 +1,4 @@
-"""An engine's pages as the device units of transfer graphs, and which graphs use which page.
+"""An engine's pages as device units of transfer graphs, and the graphs that use each page.
 
 tokens   0         16        32        48
 pages    │   p0              │   p1              │      32 tokens each
@@ -33,16 +33,16 @@ PageTables = Sequence[Sequence[int]]
 """Page tables of a request, one for each layer group."""
 
 Place = Callable[[int, int], int]
-"""One number for a page of a layer group; equal numbers are the same memory."""
+"""Returns the number of a page of a layer group. Pages with equal numbers are the same memory."""
 
 
 def of_one_pool(group: int, page: int) -> int:
-    """Groups draw their pages from one pool: a page's index says it all."""
+    """Return ``page`` itself: all groups draw their pages from one pool."""
     return page
 
 
 def of_its_group(group: int, page: int) -> int:
-    """Page indices are the group's own."""
+    """Combine ``group`` and ``page``: each group has page indices of its own."""
     return group << 40 | page
 
 
@@ -56,10 +56,11 @@ def unit_table(
     *,
     no_page: int,
 ) -> UnitTable:
-    """Device units of blocks [start, stop) of a request whose pages in ``group`` are ``pages``.
+    """Return the device units of blocks [start, stop) of a request.
 
-    ``no_page`` is the engine's mark for a page that it dropped or never had. Units there, beyond
-    the pages, and before ``from_token`` (the engine holds those) are SKIP.
+    ``pages`` are the request's pages in ``group``. ``no_page`` is the engine's mark for a page that
+    it dropped or never had. Units in such pages, units beyond ``pages``, and units before
+    ``from_token``, which the engine already holds, are SKIP.
     """
     unit = gcd(group.page_tokens, block_tokens)
     per_page, per_block = group.page_tokens // unit, block_tokens // unit
@@ -75,14 +76,14 @@ def unit_table(
 
 
 def has_gap(table: UnitTable) -> bool:
-    """Whether some unit has no place on the device."""
+    """Return True if a unit of the table is SKIP: it has no place on the device."""
     return bool((table.array() == SKIP).any())
 
 
 def pages_of(
     units: Iterable[UnitTable], groups: Sequence[LayerGroup], place: Place = of_one_pool
 ) -> list[int]:
-    """Every page of which a unit is copied, as ``place`` numbers it, ascending."""
+    """Return every page that contains a copied unit, numbered by ``place``, ascending."""
     found: set[int] = set()
     for table, group in zip(units, groups, strict=True):
         flat = table.array().ravel()
@@ -93,9 +94,9 @@ def pages_of(
 
 
 class Paging:
-    """How one engine pages a model: `unit_table` and `pages_of` over all its layer groups.
+    """The paging of one model in one engine: `unit_table` and `pages_of` over all layer groups.
 
-    ``no_page`` and ``place`` are theirs. Page tables are looked up by the groups' index.
+    See those functions for ``no_page`` and ``place``. A group finds its page table by its index.
     """
 
     def __init__(
@@ -114,23 +115,23 @@ class Paging:
     def units(
         self, pages: PageTables, start: int, stop: int, from_token: int = 0
     ) -> list[UnitTable]:
-        """Units of blocks [start, stop), a table for each group. SKIP as `unit_table` says."""
+        """Return the `unit_table` of blocks [start, stop) for each group."""
         return [
             self._table(group, pages[group.index], start, stop, from_token)
             for group in self._groups
         ]
 
     def whole_units(self, pages: PageTables, start: int, stop: int) -> list[UnitTable] | None:
-        """`units` where every token has a place on the device; None where one has none."""
+        """Return `units`, or None if a token has no place on the device."""
         tables = self.units(pages, start, stop)
         return None if any(map(has_gap, tables)) else tables
 
     def no_units(self, start: int, stop: int) -> list[UnitTable]:
-        """Units of blocks [start, stop) that are to go no further than host memory."""
+        """Return units that are all SKIP: blocks [start, stop) are loaded into host memory only."""
         return [self._table(group, (), start, stop, 0) for group in self._groups]
 
     def pages_of(self, units: Iterable[UnitTable]) -> list[int]:
-        """Every page of which a unit is copied, as ``place`` numbers it, ascending."""
+        """Return every page that contains a copied unit, numbered by ``place``, ascending."""
         return pages_of(units, self._groups, self._place)
 
     def _table(
@@ -144,22 +145,25 @@ class Paging:
 class PageUsers:
     """The graphs in flight that read or write the engine's pages.
 
-    A step that gives a page to another request must wait for the graphs that use it. Pages are
-    numbers, as a `Place` makes them. Not thread-safe; owned by the leader.
+    A step that gives a page to another request must wait for the graphs that use it. Pages are the
+    numbers that a `Place` returns. Not thread-safe; owned by the leader.
     """
 
     def __init__(self) -> None:
         self._ops: dict[int, set[int]] = {}  # graph -> its ops on the device that have not ended
-        self._pages: dict[int, list[int]] = {}  # graph -> the pages it uses
+        self._pages: dict[int, list[int]] = {}  # graph -> the pages that it uses
         self._users: dict[int, set[int]] = {}  # page -> graphs that use it
 
     @property
     def graphs(self) -> AbstractSet[int]:
-        """Graphs that have an op on the device which has not ended; a view."""
+        """The graphs with a device op that has not ended; a live view."""
         return self._ops.keys()
 
     def add(self, graph: TransferGraph, pages: Sequence[int]) -> None:
-        """Note that ``graph`` uses ``pages`` until its ops on the device have ended."""
+        """Record that ``graph`` uses ``pages`` until its device ops have ended.
+
+        A graph without device ops is ignored.
+        """
         graph_id = graph.graph_id
         assert graph_id not in self._ops, f"graph {graph_id} uses pages already"
         ops = {op.op_id for op in graph.ops if op.path.touches_device}
@@ -171,8 +175,10 @@ class PageUsers:
             self._users.setdefault(page, set()).add(graph_id)
 
     def ended(self, report: OpReport) -> bool:
-        """Note that an op has ended. Return True if it was the last of its graph on the device: the
-        graph uses no page any more."""
+        """Record the end of an op.
+
+        Returns True if it was the graph's last device op, so that the graph uses no page any more.
+        """
         ops = self._ops.get(report.graph_id, set())
         if report.op_id not in ops:
             return False
@@ -188,8 +194,10 @@ class PageUsers:
         return True
 
     def among(self, pages: AbstractSet[int]) -> Iterator[tuple[int, AbstractSet[int]]]:
-        """Yield those of ``pages`` that graphs use, each with the graphs. Change nothing
-        meanwhile."""
+        """Yield each of ``pages`` that is in use, with the graphs that use it.
+
+        The graphs are a live view. Do not call `add` or `ended` during the iteration.
+        """
         for page in pages & self._users.keys():
             yield page, self._users[page]
 

@@ -1,10 +1,9 @@
-"""What the leaders of all engines have in common: keys, counting, saves, reports and clears.
+"""The base of the leaders of all engines: keys, counts, saves, reports and clears.
 
-    a request comes      `namespaces`, then one of `_loads`, `_misses` and `_fails` counts what came
-                         of its lookup
-    pages are used       `_use`: a graph in flight reads or writes them; `users` says which
-    blocks are computed  `_save`: their save, and their tokens for fusion
-    an op has ended      `_complete`: the manager, pages that are free again, tokens learned
+    a request comes      `namespaces`; `recorder` counts the result of its lookup
+    a graph uses pages   `_use`: it reads or writes them until its device ops have ended
+    blocks are computed  `_save`: launches their save, and lets fusion learn their tokens
+    an op has ended      `_complete`: the manager publishes, pages are free again
 
 An adapter's leader subclasses `SchedulerCore`. It decides when the engine calls, what may be
 promised, and which pages and hooks the engine has.
@@ -46,15 +45,15 @@ F = TypeVar("F", bound=FusionScheduler)
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerTraits:
-    """How the scheduler of one engine differs from the others.
+    """The properties of one engine that matter to its scheduler.
 
     Attributes:
         no_page: the engine's mark for a page that it dropped or never had.
         min_load_tokens: the fewest tokens worth a load.
         layerwise: a load in a step arrives layer by layer, while the forward runs.
         place: numbers the page of a layer group; pages with equal numbers are the same memory.
-        host_only: only KV in host memory is loaded. What lies below is brought there first, and is
-            a miss if it comes too late.
+        host_only: the engine loads KV from host memory only. Blocks on lower tiers are fetched
+            there first, and count as a miss if they arrive too late.
     """
 
     no_page: int
@@ -66,12 +65,12 @@ class SchedulerTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerParts(Generic[F]):
-    """What a leader works with.
+    """The parts that a leader works with.
 
     Attributes:
-        recorder: counts lookups in ``metrics`` and keeps what `kvcore explain` shows.
+        recorder: counts lookups in ``metrics`` and keeps the records that `kvcore explain` shows.
         fusion: plans blends; None if there is no fusion.
-        planning: weighs a load against recomputing; None if every load is worth it.
+        planning: weighs a load against recomputing; None if every hit is loaded.
         releases: called once when the leader closes.
     """
 
@@ -85,7 +84,7 @@ class SchedulerParts(Generic[F]):
 
 
 class _Saved(NamedTuple):
-    """Blocks [start, stop) of a chain, which are being saved, and all tokens of their request."""
+    """Blocks [start, stop) of a chain that a save copies, and all tokens of their request."""
 
     chain: KeyChain
     start: int
@@ -108,7 +107,7 @@ class SchedulerCore(Generic[F]):
         self.recorder = parts.recorder
         self.namespaces = Namespaces(config.namespace, model.fingerprint)
         self.disabled = ""
-        """Why kvcore stopped serving this engine; empty while it serves."""
+        """The reason why kvcore stopped serving this engine; empty while it serves."""
         self._config = config
         self._model = model
         self._transport = parts.transport
@@ -123,14 +122,14 @@ class SchedulerCore(Generic[F]):
         self._users = PageUsers()
         self._saved: dict[int, _Saved] = {}  # by the graph of the save
 
-    # -- what came of a lookup --------------------------------------------------------------
+    # -- results of lookups -----------------------------------------------------------------
 
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         """Return the blocks, as (first, one past the last), that hold tokens [start, stop)."""
         return start_token // self._block, -(-stop_token // self._block)
 
     def _by_tier(self, hit: Hit, start_token: int, stop_token: int) -> dict[str, int]:
-        """Return the tokens of [start, stop) by the tier that they come from."""
+        """Count the tokens of [start, stop) by the tier that they come from."""
         found = {}
         for source in hit.sources:
             first = max(source.start * self._block, start_token)
@@ -140,9 +139,10 @@ class SchedulerCore(Generic[F]):
         return found
 
     def _by_first_tier(self, blocks: dict[str, int], tokens: int) -> dict[str, int]:
-        """Split ``tokens`` that come from host memory by the tiers that held them before.
+        """Split ``tokens`` that are loaded from host memory by the tiers that held them before.
 
-        ``blocks`` are the blocks of each tier when the request first asked, the fastest tier first.
+        ``blocks`` counts the blocks of each tier at the request's first lookup, the fastest tier
+        first.
         """
         found: dict[str, int] = {}
         left = tokens
@@ -157,8 +157,8 @@ class SchedulerCore(Generic[F]):
     def _missed_little(self, name: str, hit: Hit, gain: int, tokens: int, reusable: int) -> None:
         """Count a lookup whose ``gain`` is not worth a load, as ``tokens`` missed.
 
-        ``reusable`` are the tokens that a tier could have brought. Nothing is counted if the engine
-        itself holds all that the tiers hold.
+        ``reusable`` is the number of tokens that a tier could have supplied. Nothing is counted if
+        the engine itself holds all tokens that the tiers hold.
         """
         if gain > 0 or reusable < self._block:
             self.recorder.missed(name, MissReason.TOO_SHORT, tokens)
@@ -179,11 +179,12 @@ class SchedulerCore(Generic[F]):
         *,
         known: int = 0,
     ) -> TransferGraph | None:
-        """Save those of the first ``blocks`` of a chain that no tier holds.
+        """Launch a save of those of the first ``blocks`` of a chain that no tier holds.
 
         Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
         request's page tables. ``tokens`` are all tokens of the request, or None if they do not
-        determine its KV. Fusion learns those of blocks from ``known`` on once they are copied.
+        determine its KV. Fusion learns the tokens of blocks [known, blocks) when the graph has
+        stopped using the pages, or at once if there is no graph.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
         graph = self.manager.launch_save(
@@ -212,13 +213,14 @@ class SchedulerCore(Generic[F]):
     # -- pages and reports ------------------------------------------------------------------
 
     def _use(self, graph: TransferGraph) -> None:
-        """Note that a graph reads or writes pages of the engine until its device ops have ended."""
+        """Record the pages that a graph reads or writes until its device ops have ended."""
         self._users.add(graph, self._paging.pages_of(graph.units))
 
     def _complete(self, report: OpReport) -> bool:
-        """Take in an op that ended on every rank.
+        """Handle the end of an op on every rank.
 
-        Returns True if its graph has just stopped using the engine's pages.
+        Returns True if its graph has just stopped using the engine's pages. Disables kvcore if a
+        worker refused the op.
         """
         self.manager.complete(report)
         released = self._users.ended(report)
@@ -231,7 +233,7 @@ class SchedulerCore(Generic[F]):
     # -- upkeep -----------------------------------------------------------------------------
 
     def disable(self, why: str) -> None:
-        """Answer no lookup and save nothing more until the engine restarts."""
+        """Stop loads and saves until the engine restarts, and log ``why``. Idempotent."""
         if not self.disabled:
             self.disabled = why
             _log.warning("%s: kvcore stands aside until the engine restarts", why)
@@ -239,9 +241,10 @@ class SchedulerCore(Generic[F]):
     def clear(self) -> None:
         """Forget every block of every tier.
 
-        Weights may have been changed in place, and a fingerprint tells only the files they came
-        from. KV computed from now on is therefore kept apart by a random mark: this engine finds it
-        again, a restarted one does not. Requests that are running load and save nothing more.
+        Weights may have been changed in place, and a fingerprint covers only the files that they
+        were read from. KV computed from now on therefore gets a random mark in its keys: this
+        engine finds it again, a restarted engine does not. Running requests neither load nor save
+        any more.
         """
         self.manager.clear()
         self.namespaces.renew()
@@ -250,11 +253,11 @@ class SchedulerCore(Generic[F]):
         self._stop_running()
 
     def _stop_running(self) -> None:
-        """Let the requests that are known load and save nothing more."""
+        """Stop loads and saves of the requests that are known now."""
         raise NotImplementedError
 
     def _show_tiers(self) -> None:
-        """Bring the gauges of the tiers up to date."""
+        """Update the gauges of the tiers."""
         index, nbytes = self.manager.index, self._model.shape.nbytes
         for tier in index.tiers:
             self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
@@ -266,7 +269,7 @@ class SchedulerCore(Generic[F]):
         assert self._saved.keys() <= self._users.graphs, "a save to learn from is not in flight"
 
     def close(self) -> None:
-        """Release what the leader holds, after the workers have closed. Blocks."""
+        """Release the leader's resources. Blocks. Call after the workers have closed."""
         if self._fusion is not None:
             self._fusion.chunks.close()
         self.recorder.close()

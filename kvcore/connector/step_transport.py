@@ -1,5 +1,7 @@
-"""The manager's transport where graphs leave with the engine's own messages, and reports of all
-ranks made one."""
+"""The manager's transport for engines that talk to their workers once a step.
+
+Graphs leave with the engine's own messages. The reports of all ranks are merged into one.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ __all__ = ["Outbox", "Quorum"]
 
 
 class Quorum:
-    """Adds up the reports of an op until they speak for all ``ranks``.
+    """Merges the reports of an op until they cover all ``ranks``.
 
-    A row failed when it failed on any rank. Not thread-safe.
+    A row has failed if it failed on any rank. Not thread-safe.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -24,7 +26,10 @@ class Quorum:
         self._partial: dict[tuple[int, int], tuple[int, dict[int, RowError]]] = {}
 
     def add(self, report: OpReport, ranks: int = 1) -> OpReport | None:
-        """Take in a report that speaks for ``ranks`` of them; the whole one once all have ended."""
+        """Add a report that covers ``ranks`` ranks.
+
+        Returns the merged report if all ranks have now ended the op, else None.
+        """
         place = (report.graph_id, report.op_id)
         seen, failed = self._partial.pop(place, (0, {}))
         seen, failed = seen + ranks, {**failed, **report.failed}
@@ -34,12 +39,18 @@ class Quorum:
         return OpReport(*place, failed)
 
     def __len__(self) -> int:
-        """Ops that some ranks have ended and others have not."""
+        """Return the number of ops that some ranks have ended and others have not."""
         return len(self._partial)
 
 
 class Outgoing(NamedTuple):
-    """What a leader has for its workers: graphs, ids of graphs to cancel, slots of tiers."""
+    """The queued work of a leader for its workers.
+
+    Attributes:
+        graphs: graphs to submit.
+        cancelled: ids of graphs to cancel.
+        forgotten: slots of tiers to make unreadable.
+    """
 
     graphs: list[TransferGraph]
     cancelled: list[int]
@@ -47,12 +58,13 @@ class Outgoing(NamedTuple):
 
 
 class Outbox:
-    """`kvcore.manager.Transport` of a leader that speaks to its workers once a step.
+    """The `kvcore.manager.Transport` of a leader that sends to its workers once a step.
 
-    ``graphs``, ``cancelled`` and ``forgotten`` wait here until the adapter takes them into the
-    step's plan; `deliver` gives it what the workers reported, and a report is passed on once all
-    ``ranks`` have ended the op. ``pump`` lets the workers work for some seconds and deliver their
-    reports; None where they cannot be reached between two steps. Not thread-safe: the leader's.
+    ``graphs``, ``cancelled`` and ``forgotten`` are queued here until the adapter takes them into
+    the step's plan. The adapter delivers the workers' reports with `deliver`. `poll` returns a
+    report once all ``ranks`` have ended the op. ``pump`` lets the workers work for up to the given
+    seconds and delivers their reports. It is None if the workers cannot be reached between two
+    steps. Not thread-safe; owned by the leader.
     """
 
     def __init__(self, ranks: int = 1, pump: Callable[[float], None] | None = None) -> None:
@@ -64,7 +76,7 @@ class Outbox:
         self._ready: list[OpReport] = []
 
     def take(self) -> Outgoing:
-        """All that waits; nothing does any more."""
+        """Return all queued work and empty the queues."""
         taken = Outgoing(self.graphs, self.cancelled, self.forgotten)
         self.graphs, self.cancelled, self.forgotten = [], [], []
         return taken
@@ -79,8 +91,10 @@ class Outbox:
         self.forgotten.append((tier, list(slots)))
 
     def wait_report(self, timeout: float) -> bool:
-        """Whether there is a report; blocks for one, at most ``timeout`` seconds, where there is a
-        pump. Without, reports come with the engine's messages only: there is nothing to block on.
+        """Return True if there is a report.
+
+        Blocks for one for at most ``timeout`` seconds if there is a pump. Without a pump, reports
+        come with the engine's messages only, so the call does not block.
         """
         if self.pump is not None:
             self.pump(timeout)
@@ -91,7 +105,7 @@ class Outbox:
         return ready
 
     def deliver(self, report: OpReport, ranks: int = 1) -> None:
-        """Take in a worker's report; ``ranks`` is how many of them it speaks for."""
+        """Add a worker's report, which covers ``ranks`` ranks."""
         whole = self._quorum.add(report, ranks)
         if whole is not None:
             self._ready.append(whole)

@@ -80,7 +80,7 @@ def _publish(leader: LeaderConnection, opening: Opening) -> None:
 
 
 class LeaderConnection:
-    """This end of the socket: items come in, reports go out. For one thread."""
+    """The publisher's end of the socket: items come in, reports go out. For one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -1,7 +1,7 @@
-"""Why a request was served as it was: the log of requests, and where it is written.
+"""Records that explain how requests were served, and where they are written.
 
-request_log   `RequestLog`, the last requests and what is known of each
-recorder      writes into that log what a leader does
+request_log   `RequestLog`: a record of each of the last requests
+recorder      counts and records what a leader does
 file          records as lines of JSON, for `kvcore explain`
 otel          records as OpenTelemetry spans
 """

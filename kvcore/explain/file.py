@@ -29,10 +29,10 @@ MAX_LINE = 1 << 20
 
 
 class RecordFile:
-    """Writes records from a thread of its own.
+    """Writes records in a background thread.
 
-    `put` never blocks, and drops the record if the queue is full. Raises OSError if the folder
-    cannot be written.
+    `put` never blocks. It drops the record if the queue is full. The constructor raises OSError if
+    the folder cannot be written. ``capacity`` is in bytes.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -56,7 +56,7 @@ class RecordFile:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is queued. Blocks. Idempotent."""
+        """Write the queued records. Blocks. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(_END)
             self._thread.join()
@@ -75,7 +75,7 @@ class RecordFile:
     def _write(self, line: bytes) -> None:
         if self._size + len(line) > self._half and self._size:
             os.replace(self.path, self._old)
-            full, self._file = self._file, _open(self.path)  # `_run` closes it where that fails
+            full, self._file = self._file, _open(self.path)  # if that fails, `_run` closes it
             self._size = 0
             os.close(full)
         if len(line) <= min(self._half, MAX_LINE):
@@ -100,7 +100,7 @@ def _prune(folder: Path, most: int) -> None:
 
 
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield every record of the folder, the latest first; malformed lines are skipped.
+    """Yield every record of the folder, the latest first. Skips malformed lines.
 
     Raises OSError if the folder cannot be read.
     """

@@ -1,10 +1,10 @@
 """Records of requests as OpenTelemetry spans, in the trace of the engine's request.
 
-    kvcore             from lookup to end: what matched, why the rest did not, what was planned
+    kvcore             from lookup to end: matches, causes of misses, the plan
     └─ kvcore.<step>   lookup, load, prefill, rest
 
-Spans go to the tracer provider of the process; without one they go nowhere. Needs the package
-opentelemetry-api, which is imported only when a `Spans` is made.
+Spans go to the tracer provider of the process. Without a provider they are discarded. Needs the
+package opentelemetry-api, which is imported only when a `Spans` is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Spans:
     """Makes the spans of a complete record. As thread-safe as its provider."""
 
     def __init__(self, provider: Any = None) -> None:
-        """``provider`` replaces the provider of the process.
+        """Get a tracer from ``provider``, by default the provider of the process.
 
         Raises UnsupportedError without the package opentelemetry-api.
         """

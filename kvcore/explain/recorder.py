@@ -1,7 +1,8 @@
-"""What became of each request: counted in the metrics, and recorded as ``[explain]`` says.
+"""The recorder of a leader's requests: metrics, records as ``[explain]`` says, time saved.
 
-A leader makes one call for each thing that happens. The call counts it, notes it in the request's
-record if there are records, and adds it to what loads have saved. No call does I/O except `close`.
+A leader makes one call for each thing that happens to a request. The call counts it, notes it in
+the request's record if there are records, and updates the time that loads have saved. No call does
+I/O except `close`.
 
     looked_up ─▶ planned, missed, loaded, arrived, failed ─▶ ended
 """
@@ -43,7 +44,7 @@ _CAUSES = {
 
 
 class _Savings:
-    """Counts what loads save, for requests without a record, as they end.
+    """Counts the time that loads save when requests without a record end.
 
     A request is kept from its lookup, if that finds anything, to its end. At most ``_PENDING`` are
     kept, because an engine may not report the end of every request.
@@ -92,8 +93,8 @@ class _Savings:
 class RequestRecorder:
     """Counts and records the requests of one leader. Not thread-safe.
 
-    It does nothing until it has metrics (`count_in`) or a journal. Once it can weigh (`weigh_with`)
-    it also counts what loads save.
+    It does nothing until it has metrics (`count_in`) or a journal. Once it has an estimator
+    (`weigh_with`) it also counts the time that loads save.
     """
 
     def __init__(
@@ -112,9 +113,10 @@ class RequestRecorder:
 
     @classmethod
     def of(cls, config: Config, *, always: bool = False) -> RequestRecorder:
-        """Build what the settings ask for. What cannot be had is named in the log and left out.
+        """Build the recorder that the settings ask for.
 
-        A journal is also kept if there is a planner, or if ``always`` is set.
+        A file or spans that cannot be set up are left out with a warning. A journal is also kept if
+        there is a planner, or if ``always`` is set.
         """
         wanted = config.explain
         if wanted.path is None and not wanted.spans:
@@ -132,7 +134,7 @@ class RequestRecorder:
         return cls(RequestLog(), file, spans)
 
     def count_in(self, metrics: Metrics) -> None:
-        """Count lookups, and what loads save, in ``metrics``."""
+        """Count lookups, and the time that loads save, in ``metrics``."""
         self._metrics = metrics
 
     @property
@@ -142,15 +144,14 @@ class RequestRecorder:
 
     @property
     def wants_lookups(self) -> bool:
-        """True if `looked_up` does anything: there are records, or what loads save is counted."""
+        """True if `looked_up` does anything: there are records, or saved time is counted."""
         return self.journal is not None or self._savings is not None
 
     def weigh_with(self, weigher: LoadAdvisor, paths: Mapping[str, str] | None = None) -> None:
-        """Estimate with ``weigher`` what each request would have taken otherwise, and count what
-        loads saved.
+        """Estimate with ``weigher`` how long each request would have taken otherwise.
 
-        ``paths`` are the transfer paths of each tier's reads: `learn` updates its rates. None if
-        somebody else updates them.
+        The time that loads saved is counted from then on. ``paths`` are the transfer paths of each
+        tier's reads, with which `learn` updates the rates. None if another part updates them.
         """
         self._weigher, self._paths = weigher, dict(paths or {})
         self._savings = None if self._metrics is None else _Savings(weigher, self._metrics)
@@ -166,10 +167,10 @@ class RequestRecorder:
         layerwise: bool,
         times_forwards: bool,
     ) -> None:
-        """Estimate with rates from `learn`, in an engine in which nobody else learns rates.
+        """Estimate with rates from `learn`, in an engine in which no other part learns rates.
 
-        ``times_forwards`` tells whether it will receive forwards. Does nothing if there are no
-        records and nothing could be counted.
+        ``times_forwards`` is True if `learn` will receive forwards. Does nothing if there are no
+        records and no saved time could be counted.
         """
         if self.records or (times_forwards and config.metrics.enabled):
             weigher = LoadAdvisor(
@@ -189,9 +190,9 @@ class RequestRecorder:
         profile: Sequence[tuple[int, float]] = (),
         forwards: Sequence[tuple[Sequence[ForwardPart], float]] = (),
     ) -> None:
-        """Learn rates from what workers counted and timed.
+        """Learn rates from the counters and times of workers.
 
-        ``profile`` are (rows, seconds) of layers, ``forwards`` are (parts, seconds) of forwards.
+        ``profile`` are (rows, seconds) of layers. ``forwards`` are (parts, seconds) of forwards.
         """
         if self._weigher is not None and self._paths:
             rates = self._weigher.planner.rates
@@ -202,8 +203,10 @@ class RequestRecorder:
                 rates.prefilled(parts, seconds)
 
     def listener(self, other: Callable[[Event], None] | None) -> Callable[[Event], None] | None:
-        """Return the ``on_event`` of the manager: ``other``, the journal's, or one that calls
-        both. None if nobody listens."""
+        """Return an ``on_event`` for the manager that calls the journal and ``other``.
+
+        Returns None if there is neither.
+        """
         journal = self.journal
         if journal is None:
             return other
@@ -220,7 +223,7 @@ class RequestRecorder:
         namespace: Namespace,
         block_tokens: int,
     ) -> None:
-        """Note a lookup. It is counted when it is known what came of it."""
+        """Note a lookup. It is counted when its result is known."""
         if self.journal is None:
             if self._savings is not None:
                 self._savings.looked_up(request_id, len(tokens), computed, hit)
@@ -240,14 +243,14 @@ class RequestRecorder:
                 self.journal.missed(request_id, Cause.PLANNED)
 
     def missed(self, request_id: str, reason: MissReason, tokens: int) -> None:
-        """Count a lookup that brings nothing, as ``tokens`` missed."""
+        """Count a lookup that loads nothing, as ``tokens`` missed."""
         if self._metrics is not None:
             self._metrics.looked_up({}, tokens, reason)
         if self.journal is not None and (cause := _CAUSES.get(reason)) is not None:
             self.journal.missed(request_id, cause)
 
     def loaded(self, request_id: str, tokens: Mapping[str, int], missed: int) -> None:
-        """Count a lookup whose load has begun: its tokens by tier, and those it missed."""
+        """Count a lookup whose load has begun: its tokens by tier, and its ``missed`` tokens."""
         if self._metrics is not None:
             self._metrics.looked_up(tokens, missed)
         if self.journal is not None:
@@ -272,9 +275,9 @@ class RequestRecorder:
             self.journal.step(request_id, name)
 
     def failed(self, request_id: str, tokens: int) -> None:
-        """Count a load that failed, or came too late, as a miss of the ``tokens`` it was to bring.
+        """Count a load that failed or came too late, as a miss of its ``tokens``.
 
-        It is counted once a load, in addition to the lookup that began it.
+        Call once a load. The miss is counted in addition to the lookup that began the load.
         """
         if self._metrics is not None:
             self._metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
@@ -286,10 +289,10 @@ class RequestRecorder:
     def ended(
         self, request_id: str, outcome: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any] | None:
-        """Note that the request is over; its record is written and sent, once.
+        """Note that the request is over, and write and send its record once.
 
-        ``headers`` are its W3C trace context. Returns what its client may see of the record, or
-        None if there is no record or the request had ended before.
+        ``headers`` are its W3C trace context. Returns the part of the record that its client may
+        see, or None if there is no record or the request had ended before.
         """
         if self.journal is None:
             if self._savings is not None:
@@ -310,7 +313,7 @@ class RequestRecorder:
         return record.as_dict(for_client=True)
 
     def close(self) -> None:
-        """Write the records that wait. Blocks."""
+        """Write the queued records. Blocks."""
         if self._file is not None:
             self._file.close()
 

@@ -1,10 +1,10 @@
-"""Why a request was served as it was: a small record of each of the last requests.
+"""A small record of each of the last requests that explains how it was served.
 
-    lookup     what matched where, what was missing and why     RequestLog.looked_up
+    lookup     matches by tier, causes of misses                RequestLog.looked_up
     plan       the options and their rates                      RequestRecord.plan
-    load       tokens by tier, or that it failed                RequestLog.loaded, RequestLog.failed
-    end        seconds by step, and what the other options      RequestLog.ended
-               would have taken, as far as that is known
+    load       tokens by tier, or a failure                     RequestLog.loaded, RequestLog.failed
+    end        seconds by step, and estimates of the time       RequestLog.ended
+               that the other options would have taken
 
 For the engine's operator. A record shows that a text was seen in another namespace, so clients must
 not read it: tenants must not learn about each other.
@@ -32,7 +32,7 @@ WAITING = "waiting"
 
 
 class Cause(str, Enum):
-    """Why the first missing block is not held, or why the blocks found were not used."""
+    """A reason why the first missing block is not held, or why found blocks were not used."""
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -59,11 +59,17 @@ class Miss(NamedTuple):
 
 @dataclass
 class RequestRecord:
-    """One request; ``computed`` of its tokens were in the engine's own cache at the lookup.
+    """The record of one request.
 
-    ``matched`` are (tier, first token, one past the last). ``steps`` are seconds by name, in order.
-    ``ask`` is the lookup in the form in which a planner is asked. ``otherwise`` is None until the
-    request ends.
+    Attributes:
+        tokens: the length of the prompt at its last lookup.
+        computed: the tokens that were in the engine's own cache at the lookup.
+        matched: (tier, first token, one past the last) of the blocks found.
+        ask: the lookup in the form that a planner takes.
+        otherwise: estimates for the other options; None until the request ends.
+        loaded: tokens of the last load, by tier.
+        steps: seconds by the name of the step, in order.
+        began: the log's clock at the first lookup, in seconds.
     """
 
     request_id: str
@@ -83,10 +89,10 @@ class RequestRecord:
     def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
         """Return plain values for JSON.
 
-        ``for_client`` hides what tells of other tenants: text that another tenant sent appears as
+        ``for_client`` hides every hint of other tenants: text that another tenant sent appears as
         never seen.
         """
-        told: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "request": self.request_id,
             "tokens": self.tokens,
             "engine_held": self.computed,
@@ -98,10 +104,10 @@ class RequestRecord:
             "outcome": self.outcome,
         }
         if self.plan is not None:
-            told["plan"] = _plan(self.plan)
+            shown["plan"] = _plan(self.plan)
         if self.otherwise is not None:
-            told["otherwise"] = _otherwise(self.otherwise)
-        return told
+            shown["otherwise"] = _otherwise(self.otherwise)
+        return shown
 
     @property
     def is_over(self) -> bool:
@@ -114,14 +120,14 @@ def _discreet(miss: Miss) -> Miss:
 
 
 def _miss(miss: Miss) -> dict[str, Any]:
-    told: dict[str, Any] = {"cause": miss.cause.value}
+    shown: dict[str, Any] = {"cause": miss.cause.value}
     if miss.tier:
-        told["tier"] = miss.tier
+        shown["tier"] = miss.tier
     if miss.seconds_ago is not None:
-        told["seconds_ago"] = round(miss.seconds_ago, 3)
+        shown["seconds_ago"] = round(miss.seconds_ago, 3)
     if miss.differed:
-        told["differed"] = list(miss.differed)
-    return told
+        shown["differed"] = list(miss.differed)
+    return shown
 
 
 def _plan(plan: Plan) -> dict[str, Any]:
@@ -155,10 +161,10 @@ def _ms(seconds: float | None) -> float | None:
 
 
 class RequestLog:
-    """The last ``capacity`` requests, and what is needed to say why a block is missing.
+    """The last ``capacity`` requests, with evictions and namespaces that explain missing blocks.
 
-    One owner, not thread-safe. Each call takes microseconds. ``blocks`` bounds what is remembered
-    of blocks that left (about 150 bytes each) and of namespaces.
+    Owned by one thread, not thread-safe. Each call takes microseconds. ``blocks`` bounds the number
+    of evicted blocks (about 150 bytes each) and of namespaces that are remembered.
     """
 
     def __init__(
@@ -181,7 +187,7 @@ class RequestLog:
         """Return the record of a request; None if it is too old or unknown."""
         return self._records.get(request_id)
 
-    # -- what happened --------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------
 
     def note(self, event: Event) -> None:
         """Note that a tier began or ceased to hold blocks (the ``on_event`` of `KVManager`)."""

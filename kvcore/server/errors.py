@@ -1,4 +1,4 @@
-"""The server's own errors, and the kind under which a client learns of each."""
+"""The server's own errors, and the kind by which a client knows each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class NoSession(KVCoreError):
 
 
 class ModelBusy(KVCoreError):
-    """The model is still being prepared; the client asks again."""
+    """The model is still being prepared. The client retries."""
 
 
 class Misfit(KVCoreError):
-    """This client can never be served with these settings."""
+    """A client's settings do not fit the server's, so it can never be served with them."""
 
 
 class AmbiguousModel(KVCoreError):

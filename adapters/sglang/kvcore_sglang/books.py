@@ -1,4 +1,4 @@
-"""What the leader writes down of a request that asked, and of nodes that the tree offered."""
+"""The leader's state of requests that were looked up, and of nodes that the tree offered."""
 
 from __future__ import annotations
 
@@ -20,14 +20,24 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass
 class Asked:
-    """A lookup: the prompt's chain, what the tree held, what was answered, and where it lay when
-    the request first asked.
+    """The lookups of one request.
 
-    ``text`` is a digest of all its tokens: requests are named by clients, who may use a name again
-    for another prompt. ``resumed``: some of them were its answer already. ``plan`` is the blend
-    that was answered, of the request in ``asking``; ``wanted`` is what fusion knows of it. ``wait``
-    is what it waits for, and ``held`` says that the last lookup found it better held back.
-    ``told``: of the device's tokens and blocks found, what was written down last.
+    Attributes:
+        chain: the keys of the prompt.
+        device_tokens: the tokens that the tree held at the last lookup.
+        tokens: the number of tokens that the engine would reuse.
+        text: a digest of these tokens. Clients name requests, and may use a name again for another
+            prompt.
+        stop: the token up to which the last lookup's result reaches; 0 if nothing was found.
+        resumed: some of the tokens are already the request's answer.
+        counted: the miss is counted.
+        sources: the blocks found at the first lookup, by tier.
+        asking: the input of fusion; None without fusion.
+        wanted: fusion's state of the request.
+        plan: the blend in the last lookup's result; None without a blend.
+        wait: the blocks that the request waits for.
+        held: the last lookup found that the request should stay in the queue.
+        noted: (device tokens, blocks found) of the last lookup that was recorded.
     """
 
     chain: KeyChain
@@ -43,28 +53,36 @@ class Asked:
     plan: BlendPlan | None = None
     wait: Wait = field(default_factory=Wait)
     held: bool = False
-    told: tuple[int, int] | None = None
+    noted: tuple[int, int] | None = None
 
     def take(self, asking: Asking | None) -> None:
-        """Who asks now. Clients name requests: one of the same name and tokens may wish for other
-        things, and what fusion knew of the one before is then forgotten."""
+        """Set the input of fusion, and drop fusion's state if the input has changed.
+
+        Clients name requests: another request with the same name and tokens may have other options.
+        """
         before, self.asking = self.asking, asking
         if before is None or asking is None or not before.is_like(asking):
             self.wanted = None
 
     @property
     def exact(self) -> int:
-        """Tokens of what was answered that are exact."""
+        """The token up to which the last lookup's result is exact."""
         return self.stop if self.plan is None else self.plan.exact
 
 
 @dataclass
 class Offer:
-    """Nodes whose pages stay locked until saves have read them; ``graphs`` are those under way."""
+    """Nodes of the tree whose pages stay locked until saves have read them.
+
+    Attributes:
+        graphs: the saves in flight.
+        open: the saves have not been launched yet.
+    """
 
     graphs: set[int] = field(default_factory=set)
     open: bool = True
 
     @property
     def done(self) -> bool:
+        """True if all saves have read the pages."""
         return not self.open and not self.graphs

@@ -1,4 +1,4 @@
-"""Puts the parts of a rank together from a config: the only place that knows every part."""
+"""Composes the parts of a rank from a config: the only module that knows every part."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvcore_sglang.worker import Fence, WorkerConnector
 
 @dataclass
 class Parts:
-    """One rank: a leader and links to the others, or a follower."""
+    """The parts of one rank: a leader with links to the other ranks, or a follower."""
 
     served: Served
     worker: WorkerConnector
@@ -44,7 +44,7 @@ class Parts:
     follower: Follower | None
 
     def close(self) -> None:
-        """Finish what is under way, then let go. Blocks."""
+        """Finish the saves in flight and release all resources. Blocks."""
         self.worker.close()
         if self.follower is not None:
             self.follower.close()
@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass
 class Fusable:
-    """What blends need of a model that they are right for."""
+    """The layers and rotations of a model that fusion supports."""
 
     layers: SglangLayers
     ropes: Sequence[Rope | None]
@@ -69,12 +69,18 @@ def build(
     *,
     times_forwards: bool = False,
 ) -> Parts:
-    """This rank's parts. Blocks until all ranks are there. ``publish`` as `Leader` has it;
-    ``fusable`` is None on all ranks where there is no fusion; ``times_forwards`` says that those of
-    the leader's rank can be timed.
+    """Build this rank's parts. Blocks until all ranks have joined.
 
-    Raises UnsupportedError or LayoutError where KV cannot be moved right, on all ranks alike, and
-    on rank 0 where a server refuses it: nothing is left open then.
+    Args:
+        config: the settings.
+        served: the rank, its model and its pool of pages.
+        fence: see `kvcore_sglang.worker`.
+        publish: see `Leader`.
+        fusable: None without fusion, on all ranks alike.
+        times_forwards: the forwards of the leader's rank can be timed.
+
+    Raises UnsupportedError or LayoutError on all ranks if KV cannot be copied correctly, and on
+    rank 0 only if a server refuses it. Nothing is left open then.
     """
     rank, model = served.rank, served.model
     parts = build_worker(config, model, rank.number, [served.pool.view])
@@ -82,7 +88,7 @@ def build(
     if fusable is not None:
         layers, ropes = fusable.layers, fusable.ropes
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
-    timed = times_forwards and rank.number == 0  # all compute alike, and the leader learns of it
+    timed = times_forwards and rank.number == 0  # all ranks take the same time
     clock = (
         ForwardTimer[Sequence[ForwardPart]](served.pool.view.tensors[0].device) if timed else None
     )
@@ -93,7 +99,7 @@ def build(
     links: RankLinks = NoLinks() if rank.group is None else open_links(rank)
     try:
         leader = _leader(config, served, worker, links, publish, fuses=fusable is not None)
-    except KVCoreError:  # the other ranks are told by the caller
+    except KVCoreError:  # the caller informs the other ranks
         worker.close()
         links.close()
         raise
@@ -128,8 +134,10 @@ def _leader(
 
 
 def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:
-    """Build what plans blends. Its policy knows layers from their timing at start, and learns
-    forwards, blends and loads as they come."""
+    """Build the fusion scheduler.
+
+    Its policy starts from the layers' timing at start, and learns from forwards, blends and loads.
+    """
     model = served.model
     policy = build_policy(
         config,

@@ -1,9 +1,9 @@
-"""Fusion in SGLang's leader: what `kvcore.connector.fusion_scheduler` leaves to the engine.
+"""Fusion in SGLang's leader: the engine's part of `kvcore.connector.fusion_scheduler`.
 
-A lookup answers with [0, stop) as if all of it were stored. A blended request is barred from
-SGLang's tree (`kvcore_sglang.hooks`), so its KV, which is approximate from the first chunk on, is
-never shared or offered to kvcore. SGLang counts in pages: the exact prefix and the blend end at the
-border of a page.
+A lookup returns [0, stop) as if all of it were stored. A blended request is kept out of SGLang's
+tree (`kvcore_sglang.hooks`), so its KV, which is approximate from the first chunk on, is never
+shared or offered to kvcore. SGLang counts in pages: the exact prefix and the blend end at a page
+boundary.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def options_of(asking: Asking) -> FusionOptions:
 
 
 class SglangFusionScheduler(FusionScheduler):
-    """One per engine, beside its leader. Scheduler's thread only."""
+    """The fusion scheduler of one engine, used by its leader. Scheduler's thread only."""
 
     def track(self, rid: str, asking: Asking) -> FusionRequest:
         """Read the fusion options of a request."""

@@ -1,15 +1,15 @@
-"""The leader, beside the scheduler of rank 0: decides what is loaded and saved, copies nothing.
+"""The leader beside the scheduler of rank 0: decides what is loaded and saved, copies nothing.
 
-    lookup    keys, match; blocks of lower tiers are staged in host memory first
-    load      the match again: True only for what lies verified in host memory now
-    inserted  saves of what the tree has and no tier does; offers wait for them
-    pump      reports in, spills out
+    lookup    keys, match; blocks on lower tiers are staged in host memory first
+    load      looks up again, and loads only if all blocks are still verified in host memory
+    inserted  saves the blocks that the tree has and no tier holds; offers wait for the saves
+    _pump     handles reports, sends graphs that do not touch the engine's pages
 
-SGLang counts on what a lookup answered and aborts a request whose load fails, so only blocks that
-lie verified in every rank's host memory are answered. For the others a request stays in the
-scheduler's queue (`holds`): no call waits for a disk. A load that is refused is computed by the
-engine as if nothing had been found. Between lookup and load nothing is pinned: an aborted request
-leaves nothing behind.
+SGLang relies on the result of a lookup and aborts a request whose load fails. A lookup therefore
+counts only blocks that are verified in every rank's host memory. For other blocks the request stays
+in the scheduler's queue (`holds`), so no call waits for a disk. If a load is refused, the engine
+computes the tokens as if nothing had been found. Nothing is pinned between lookup and load, so an
+aborted request leaves nothing to release.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ _log = logging.getLogger("kvcore.sglang.leader")
 
 NO_PAGE = -1
 ASKED_KEPT = 1024
-"""Requests whose last lookup is remembered: more than wait in any queue that is scanned."""
+"""The number of requests whose last lookup is remembered, more than any scanned queue holds."""
 SERVED_KEPT = 1024
-"""Requests of which it can be asked what they reused."""
+"""The number of requests whose reused tokens are remembered."""
 REST_S = 0.005
-"""How long an engine that has nothing else to do rests before it asks again whether KV is there,
-and whether another request has come. Each look takes a millisecond from the threads that read."""
+"""Seconds that an idle engine rests before it checks again for arrived KV and new requests. Each
+check takes a millisecond from the threads that read."""
 PUBLISH_S = 1.0
-"""How often counts are handed to the engine's metrics."""
+"""Seconds between two updates of the engine's metrics."""
 
 
 def _below(blocks: Mapping[str, int]) -> int:
-    """Blocks that lie below host memory, of those counted by tier."""
+    """Return how many of the blocks, counted by tier, are on tiers below host memory."""
     return sum(count for tier, count in blocks.items() if tier != HOST)
 
 
 class Leader(SchedulerCore[SglangFusionScheduler]):
-    """One per engine. Called from the scheduler's thread only.
+    """The leader of one engine. Called from the scheduler's thread only.
 
-    ``local`` is the worker of the leader's own rank; ``links`` reach the others. ``publish``
-    receives, now and then, what was counted since the last time.
+    ``local`` is the worker of the leader's own rank. ``links`` reach the other ranks. ``publish``
+    receives the increase of the counters about every `PUBLISH_S` seconds.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self._offers: deque[Offer] = deque()
         self._reading: dict[int, list[Offer]] = {}  # save -> offers that wait for its copy
         self._loading: dict[int, str] = {}
-        self._tell(Order(now=True, open_tiers=open_tiers))
+        self._broadcast(Order(now=True, open_tiers=open_tiers))
 
     # -- a request waits --------------------------------------------------------------------
 
@@ -114,12 +114,12 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         *,
         resumed: bool = False,
     ) -> int:
-        """Tokens beyond ``device_tokens`` that can be loaded now, a multiple of the page.
+        """Return how many tokens beyond ``device_tokens`` can be loaded now: whole pages.
 
-        ``tokens`` are those the engine would reuse, so at least one more is computed. Where the
-        prompt in ``asking`` is one to be blended, what the blend makes is counted too. What lies
-        below host memory is on its way from then on, and `holds` says whether to wait for it.
-        ``resumed`` is what `is_resumed` says of the request until it is loaded.
+        ``tokens`` are those that the engine would reuse, so it computes at least one more. If the
+        prompt in ``asking`` is to be blended, the tokens that the blend makes count too. Blocks on
+        tiers below host memory start to load, and `holds` says whether to wait for them.
+        ``resumed`` is the result of `is_resumed` for the request until it is loaded.
         """
         if self.disabled or rid in self._refused:
             return 0
@@ -127,7 +127,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         asked = self._ask(rid, tokens, device_tokens, namespace)
         asked.resumed = resumed
         hit = self._hit(asked)
-        self._tell_of(rid, asked, tokens, hit)
+        self._record_lookup(rid, asked, tokens, hit)
         asked.take(asking)
         asked.plan, asked.held = None, self._staging.waits(asked.wait)
         if asked.held:
@@ -150,22 +150,24 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         asked.stop = stop
         return gain
 
-    def _tell_of(self, rid: str, asked: Asked, tokens: Tokens, hit: Hit) -> None:
-        """Write down what a lookup found. A request is looked up again and again while it waits,
-        and goes on after its load: what matters is where its KV lay when it first asked."""
+    def _record_lookup(self, rid: str, asked: Asked, tokens: Tokens, hit: Hit) -> None:
+        """Record the result of a lookup, unless it is recorded already.
+
+        A request is looked up again and again while it waits, and again after its load. The lookups
+        that matter are those before the load, if they found something new.
+        """
         found = asked.device_tokens, hit.depth
-        if not self.recorder.wants_lookups or asked.told == found or self.recorder.has_loaded(rid):
+        if not self.recorder.wants_lookups or asked.noted == found or self.recorder.has_loaded(rid):
             return
-        asked.told = found
+        asked.noted = found
         space, first = asked.chain.namespace, asked.device_tokens
         self.recorder.looked_up(rid, tokens.data, first, hit, space, self._block)
 
     def holds(self, rid: str, *, resting: bool = False) -> bool:
-        """Whether the request is to stay in the queue until it is looked up again: KV of its was on
-        the way at its last lookup.
+        """Return True if the request should stay in the queue until its next lookup.
 
-        Where the engine is ``resting``, having nothing to compute until then, this blocks a moment
-        for what is under way.
+        That is so if KV was being loaded for it at its last lookup. If the engine is ``resting``,
+        because it has nothing to compute, the call blocks up to `REST_S` for a graph to end.
         """
         asked = self._asked.get(rid)
         if self.disabled or asked is None or not asked.held:
@@ -176,12 +178,12 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         return self._staging.in_time(asked.wait)
 
     def ask_anew(self, rid: str) -> None:
-        """The request is about to be matched: what the last lookup said of it is old."""
+        """Drop the hold of a request that is about to be matched again."""
         if rid in self._asked:
             self._asked[rid].held = False
 
     def _ask(self, rid: str, tokens: Tokens, device_tokens: int, namespace: Namespace) -> Asked:
-        """The request's keys; hashed once however often it is looked up."""
+        """Return the state of a request's lookups. Its tokens are hashed into keys once only."""
         text = hashlib.blake2b(tokens.data, digest_size=16).digest()
         before = self._asked.pop(rid, None)
         same = before is not None and before.text == text
@@ -200,26 +202,26 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         return asked
 
     def _take(self, rid: str) -> Asked | None:
-        """What the last lookup said of a request that waits no more."""
+        """Remove and return the last lookup of a request, which no longer waits."""
         asked = self._asked.pop(rid, None)
         if asked is not None:
             self._staging.leave(asked.wait)
         return asked
 
     def _hit(self, asked: Asked) -> Hit:
-        """What is held; what of it is below host memory is on its way from then on."""
+        """Match the chain, and start to load matched blocks on lower tiers into host memory."""
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
         hit = self.manager.get_match(keys, digest)
         first, last = self._blocks(asked.device_tokens, asked.tokens)
         last = min(hit.depth, last)
         found = hit.blocks_by_tier(first, last) if first < last else {}
-        if _below(found) >= _below(asked.sources):  # what came up meanwhile came from there
+        if _below(found) >= _below(asked.sources):  # blocks staged since then came from these tiers
             asked.sources = found
         self._staging.bring(asked.wait, hit, first, last)
         return hit
 
     def _blend(self, rid: str, asked: Asked, namespace: Namespace, exact: int) -> BlendPlan | None:
-        """What to blend of a prompt held exactly up to ``exact``, out of host memory."""
+        """Plan a blend from host memory of a prompt with exact KV up to ``exact``, or None."""
         fusion, asking = self._fusion, asked.asking
         if fusion is None or asking is None:
             return None
@@ -238,14 +240,15 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     # -- a request is scheduled -------------------------------------------------------------
 
     def is_resumed(self, rid: str) -> bool:
-        """Whether the last lookup of ``rid`` was of a request that had been answered in part."""
+        """Return True if the last lookup of ``rid`` was of a request with part of its answer."""
         asked = self._asked.get(rid)
         return asked is not None and asked.resumed
 
     def load(self, rid: str, slots: npt.NDArray[np.int64]) -> Order:
-        """The order for what the last lookup of ``rid`` answered, into ``slots``, one a token.
+        """Return the order to load the result of ``rid``'s last lookup into ``slots``, one a token.
 
-        Empty where it is not in host memory any more: the engine then computes the tokens.
+        The order is empty if the blocks are no longer in host memory. The engine then computes the
+        tokens.
         """
         order = Order()
         asked = self._take(rid)
@@ -278,14 +281,17 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         return order
 
     def _prepare(self, asked: Asked) -> PreparedLoad:
-        """Raises a KVCoreError where what a lookup answered is not in host memory any more."""
+        """Pin the exact blocks of the last lookup for a load.
+
+        Raises KVCoreError if they are no longer in host memory.
+        """
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
         first, last = self._blocks(asked.device_tokens, asked.exact)
         hit = Hit(keys[:last], digest, (Source(HOST, 0, last),))
         return self.manager.prepare_load(hit, first, last, layers=self._layer_steps)
 
     def _chunks_are_there(self, asked: Asked) -> bool:
-        """Whether the chunks of what a lookup answered are in host memory still."""
+        """Return True if the chunks of the last lookup's blend are still in host memory."""
         if asked.plan is None:
             return True
         return self._fusion is not None and self._fusion.in_host(asked.plan) == asked.plan
@@ -312,7 +318,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
             self.recorder.arrived(rid)
 
     def _count_hit(self, rid: str, asked: Asked, tokens: int) -> None:
-        """Tokens by the tier that held them when the request first asked."""
+        """Count the loaded tokens by the tier that held them at the request's first lookup."""
         reused = self._by_first_tier(asked.sources, tokens)
         if asked.plan is not None:
             reused["blend"] = asked.plan.reused
@@ -324,7 +330,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         _log.debug("load request=%s tokens=%d..%d", rid, asked.device_tokens, asked.stop)
 
     def drop(self, order: Order) -> None:
-        """A planned load that no rank has started will not be."""
+        """Cancel the loads and blends of an order that no rank has started."""
         chunks = [chunk.graph for blend in order.blends for chunk in blend.chunks]
         for graph in (*order.graphs, *chunks):
             for op in graph.ops:
@@ -335,12 +341,12 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
                 self._fusion.forget(blend.request_id)
 
     def begin_batch(self) -> None:
-        """What was ordered since the last call goes with one batch."""
+        """End the batch of the orders made since the last call."""
         if self._fusion is not None:
             self._fusion.end_step()
 
     def refuse(self, rids: Iterable[str]) -> None:
-        """These requests' loads failed: they are computed, and not looked up again."""
+        """Handle failed loads of requests: they are computed and not looked up again."""
         for rid in rids:
             self._refused[rid] = None
             self.recorder.failed(rid, sum(self._served.pop(rid, {}).values()))
@@ -350,14 +356,14 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
             self._refused.popitem(last=False)
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str] | None = None) -> None:
-        """The request was answered or aborted; ``headers`` are its W3C trace context."""
+        """Forget an answered or aborted request; ``headers`` are its W3C trace context."""
         self._take(rid)
         self.recorder.ended(rid, outcome, headers)
 
     # -- the tree grows ---------------------------------------------------------------------
 
     def offer(self) -> Offer:
-        """A node is offered: it stays locked until `done_offers` counts it."""
+        """Add an offer for a node, which stays locked until `done_offers` counts the offer."""
         offer = Offer()
         self._offers.append(offer)
         return offer
@@ -369,9 +375,9 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         slots: npt.NDArray[np.int64],
         offers: list[Offer],
     ) -> Order:
-        """Save the blocks of ``tokens`` that are not held; ``slots`` are theirs, one a token.
+        """Save the blocks of ``tokens`` that no tier holds. ``slots`` has one slot a token.
 
-        Returns the order for all ranks. ``offers`` end when the copies have.
+        Returns the order for all ranks. ``offers`` end when the copies have ended.
         """
         order = Order()
         if not self.disabled and len(tokens) >= self._block:
@@ -388,7 +394,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         return order
 
     def done_offers(self) -> int:
-        """How many of the oldest offers have ended."""
+        """Return how many offers, counted from the oldest, have ended."""
         self._pump()
         count = 0
         for offer in self._offers:
@@ -404,22 +410,22 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     # -- upkeep -----------------------------------------------------------------------------
 
     def _now(self) -> Order:
-        """What waits in the outbox, of which nothing touches a page of the engine's."""
+        """Return the queued work of the outbox. None of it touches the engine's pages."""
         graphs, cancelled, forgotten = self._outbox.take()
         return Order(forget=forgotten, cancel=cancelled, now=True, graphs=graphs)
 
     def _send(self) -> None:
-        """Have every rank carry out what waits in the outbox."""
-        self._tell(self._now())
+        """Let every rank carry out the queued work of the outbox."""
+        self._broadcast(self._now())
 
-    def _tell(self, order: Order) -> None:
-        """Have every rank carry out a `now` order."""
+    def _broadcast(self, order: Order) -> None:
+        """Let every rank carry out an order with ``now``, if it is not empty."""
         if not order.empty:
             self._links.send(order)
             self._local.carry_out(order)
 
     def _work(self, timeout: float) -> None:
-        """Let workers work for some seconds, and deliver what they report."""
+        """Wait up to ``timeout`` seconds for a local report, and deliver all reports."""
         if timeout > 0:
             self._local.wait_report(timeout)
         self._gather()
@@ -442,7 +448,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
                 self._outbox.deliver(report)
 
     def _pump(self) -> None:
-        """Take in what ended, and start what follows from it."""
+        """Handle the ops that ended, and send the graphs that follow from them."""
         self._gather()
         for report in self._outbox.poll():
             self._complete(report)
@@ -453,7 +459,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
             self._show()
 
     def _show(self) -> None:
-        """Bring the gauges up to date, and hand the counts to the engine."""
+        """Update the gauges, and publish the counters to the engine."""
         self._show_tiers()
         if self._publish is not None:
             self._publish(self.metrics.delta())
@@ -470,10 +476,10 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self._send()
 
     def _stop_running(self) -> None:
-        """Nothing: the engine empties its tree first, and with it ends what requests hold."""
+        """Do nothing: `forget_requests` clears the requests when the engine empties its tree."""
 
     def forget_requests(self) -> None:
-        """The engine's tree is empty: what was looked up and offered is void."""
+        """Forget all lookups and offers, because the engine has emptied its tree."""
         self._asked.clear()
         self._staging.clear()
         self._offers.clear()
@@ -481,7 +487,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What can be asked of kvcore through the engine: plain data."""
+        """The state of kvcore that the engine shows on request, as plain data."""
         self._pump()
         self._show()
         return {
@@ -499,6 +505,6 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         assert waiting <= set(self._reading), "an offer waits for a save that is not under way"
 
     def close(self) -> None:
-        """Release the tiers, after every rank has closed its own. Blocks."""
+        """Close the links and release the tiers. Blocks. Call after every rank has closed."""
         self._links.close()
         super().close()

@@ -1,13 +1,14 @@
-"""KV on its way into host memory while its request waits in the scheduler's queue.
+"""Loads into host memory whose requests wait in the scheduler's queue.
 
-    a request comes     lookup: starts what has to come from disk or a remote store
-    its turn comes      lookup: what is there now; `Staging.waits`: held back, others go first
-    it is there, or late    lookup: what is there is loaded, the rest is computed
+    a request comes         lookup: starts the loads from disk or a remote store
+    its turn comes          lookup: if blocks are missing, `Staging.waits` and others go first
+    the blocks are there,   lookup: the arrived blocks are loaded, the rest is computed
+    or the limit is over
 
-Nothing here blocks: a step that waited for a disk would hold up every request that is running.
+Nothing here blocks, because a step that waited for a disk would stop every running request.
 
-Requests that host memory cannot hold together have theirs brought up one after the other, in the
-order in which they came: side by side each would push out what came for the other, again and again.
+If host memory is too small for the blocks of several requests, the requests take turns in their
+order of arrival. In parallel they would evict each other's blocks again and again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _log = logging.getLogger("kvcore.sglang.staging")
 
 
 class Way(NamedTuple):
-    """Blocks that are being brought into host memory: a chain up to the last of them."""
+    """A chain up to the last of its blocks that are being loaded into host memory."""
 
     keys: Sequence[bytes]
     digest: bytes
@@ -39,11 +40,14 @@ class Way(NamedTuple):
 
 @dataclass
 class Wait:
-    """What one request waits for.
+    """The blocks that one request waits for.
 
-    ``ways`` are by the last key of each; ``since`` is when it first had to. ``prefix`` blocks of
-    the prompt, and those of ``chunks``, by their last key, are wanted in host memory together.
-    ``unsettled``: a store has not answered yet, or there is no room to bring more up now.
+    Attributes:
+        ways: the chains being loaded, by the last key of each.
+        prefix: the number of blocks of the prompt that the request needs in host memory.
+        chunks: the number of blocks that each chunk needs there, by the chunk's last key.
+        unsettled: a store has not answered yet, or there is no room to load more blocks now.
+        since: the clock when the request first had to wait, in seconds.
     """
 
     ways: dict[bytes, Way] = field(default_factory=dict)
@@ -54,14 +58,14 @@ class Wait:
 
     @property
     def blocks(self) -> int:
-        """Of host memory, that it wants."""
+        """The number of blocks of host memory that the request needs."""
         return self.prefix + sum(self.chunks.values())
 
 
 class Staging:
-    """Of one leader; scheduler's thread only. ``send`` has the ranks carry out what was launched.
+    """The waiting requests of one leader. Scheduler's thread only.
 
-    ``clock`` gives seconds.
+    ``send`` lets the ranks carry out the launched graphs. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -79,16 +83,16 @@ class Staging:
         self._paging = paging
         self._send = send
         self._clock = clock
-        self._waiting: dict[int, Wait] = {}  # by identity, the first that came first
+        self._waiting: dict[int, Wait] = {}  # by identity, in order of arrival
 
     @property
     def limit_s(self) -> float:
-        """How long a request is held back, in all."""
+        """The seconds that a request waits at most, over all its lookups."""
         most = {"best_effort": 0.0, "timeout": self._settings.prefetch_timeout_s}
         return most.get(self._settings.prefetch, self._deadline_s)
 
     def waits(self, wait: Wait) -> bool:
-        """Whether the request is better held back than computed with what is there now."""
+        """Return True if the request should wait for missing blocks, and start its waiting time."""
         wait.ways = {key: way for key, way in wait.ways.items() if self._is_coming(way)}
         if not wait.ways and not wait.unsettled:
             return False
@@ -97,20 +101,22 @@ class Staging:
         return self.in_time(wait)
 
     def in_time(self, wait: Wait) -> bool:
-        """Whether a request that waits may still be held back."""
+        """Return True if a waiting request has not reached `limit_s`."""
         return wait.since is not None and self._clock() - wait.since < self.limit_s
 
     def leave(self, wait: Wait) -> None:
-        """The request waits no more: it is loaded, computed or gone. Idempotent."""
+        """Remove a request that was loaded, computed or dropped. Idempotent."""
         self._waiting.pop(id(wait), None)
 
     def clear(self) -> None:
-        """Nobody waits."""
+        """Remove all waiting requests."""
         self._waiting.clear()
 
     def _has_turn(self, wait: Wait) -> bool:
-        """Whether host memory has room for it beside those that wait longer. Looks at no more of
-        them than fit."""
+        """Return True if host memory has room for the request beside those that wait longer.
+
+        Visits no more of them than fit into host memory.
+        """
         self._waiting.setdefault(id(wait), wait)
         room = self._manager.index.num_slots(HOST) - wait.blocks
         ahead = 0
@@ -128,8 +134,10 @@ class Staging:
         return self._manager.coming(hit, len(way.keys))
 
     def bring(self, wait: Wait, hit: Hit, first: int, stop: int) -> None:
-        """Start what brings blocks [first, stop) of a prompt up, of which ``hit`` is held; stores
-        are asked for what nobody here knows."""
+        """Start to load blocks [first, stop) of a prompt into host memory.
+
+        Remote stores are asked for the blocks after ``hit``.
+        """
         wait.prefix = stop if first < stop else 0
         wait.unsettled = self._manager.ask_stores(hit, first)
         below = any(tier != HOST for tier in hit.blocks_by_tier(first, stop)) if first < stop else 0
@@ -137,8 +145,11 @@ class Staging:
             self._stage(wait, hit, stop)
 
     def fetch(self, wait: Wait, chunks: ChunkPlanner, plan: BlendPlan) -> bool:
-        """Start bringing the chunks of a plan up, each with the blocks before it, as
-        `worth_fetching` says. False where it is not the request's turn: to be asked again."""
+        """Start to load the chunks of a plan into host memory, each with the blocks before it.
+
+        `worth_fetching` decides which chunks are loaded. Returns False if it is not the request's
+        turn; call again then.
+        """
         found = []
         for _, (hit, start, stop) in chunks.sources(plan):
             if worth_fetching(hit, start, stop):

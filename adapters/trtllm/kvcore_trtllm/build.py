@@ -1,4 +1,4 @@
-"""Puts the two halves together from a config: the only place that knows every part."""
+"""Composes leader and worker from a config: the only module that knows every part."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ def build_worker_connector(
     layerwise: bool,
     llm_args: Any = None,
 ) -> WorkerConnector:
-    """Build the worker of this rank. Raises UnsupportedError or LayoutError if KV cannot be moved
-    right: nothing may be stored then."""
+    """Build the worker of this rank.
+
+    Raises UnsupportedError or LayoutError if KV cannot be copied correctly. Nothing may be stored
+    then.
+    """
     model = whole(memory.facts, memory.groups, config.block.tokens)
     parts = build.build_worker(config, model, rank, memory.views)
     blends, no_fusion = None, "it is not enabled"
@@ -63,7 +66,7 @@ def _blends(
     rank: int,
     allgather: Allgather,
 ) -> PromisedFusionWorker:
-    """Build what blends on this rank. Raises UnsupportedError if it could not be right."""
+    """Build the fusion worker of this rank. Raises UnsupportedError if fusion cannot be correct."""
     facts = memory.facts
     ropes = ropes_of(llm_args, facts)
     group, view = memory.groups[0], memory.views[0]
@@ -76,7 +79,7 @@ def _blends(
         max_rows=getattr(llm_args, "max_num_tokens", None),
         gather=allgather if facts.world_size > 1 else None,
     )
-    # Without its timings, which are a collective: whether all ranks can blend is not known yet.
+    # Not timed, because that is a collective and it is not known yet if all ranks can blend.
     fusion = config.fusion.model_copy(update={"adaptive": False})
     untimed = config.model_copy(update={"fusion": fusion})
     model = whole(facts, memory.groups, config.block.tokens)
@@ -88,19 +91,21 @@ def _blends(
 def agree_on_fusion(
     config: Config, side: WorkerConnector, ranks: int, allgather: Allgather
 ) -> None:
-    """Stop blends on every rank unless all ranks can blend. A collective: every rank that has a
-    worker calls it."""
+    """Stop blends on every rank unless all ranks can blend.
+
+    A collective: every rank that has a worker calls it.
+    """
     if not config.fusion.enabled:
         return
     why = side.no_fusion.encode()
-    told = allgather(why) if ranks > 1 else [why]
-    if reason := next(filter(None, told), b"").decode():
+    reasons = allgather(why) if ranks > 1 else [why]
+    if reason := next(filter(None, reasons), b"").decode():
         _log.warning("exact prefixes only: %s", reason)
         side.blends, side.no_fusion = None, reason
 
 
 def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerConnector:
-    """Build a worker that takes no work, so that the leader learns of it and stops."""
+    """Build a worker that refuses all work, so that the leader learns of it and stops."""
     return WorkerConnector(
         refusing_parts(),
         Tally(world_size, allgather),
@@ -111,8 +116,10 @@ def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerCo
 
 
 def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Leader:
-    """Build the leader over the memory of rank 0; close it after all ranks have closed. A tier that
-    cannot be used is named in the log and left out."""
+    """Build the leader over the memory of rank 0. Close it after all ranks have closed.
+
+    A tier that cannot be used is left out with a warning.
+    """
     model = whole(memory.facts, memory.groups, config.block.tokens)
     alone = model.world_size == 1
     outbox = Outbox(pump=worker.pump if alone else None)

@@ -1,8 +1,7 @@
-"""Fusion in TensorRT-LLM's leader: what `kvcore.connector.fusion_scheduler` leaves to the engine.
+"""Fusion in TensorRT-LLM's leader: the engine's part of `kvcore.connector.fusion_scheduler`.
 
-The engine is promised [0, stop) and cannot be told otherwise. It stores what it computes on top
-under the request's own salt (`kvcore_trtllm.salt`), and kvcore stores nothing from the first chunk
-on.
+The promise of [0, stop) cannot be retracted. The engine stores the KV that it computes behind it
+under the request's own salt (`kvcore_trtllm.salt`). kvcore stores nothing from the first chunk on.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ _log = logging.getLogger("kvcore.trtllm.fusion")
 
 
 class TrtllmFusionScheduler(FusionScheduler):
-    """One per engine, on rank 0. Called from the executor's thread only; only `fetched` waits."""
+    """The fusion scheduler of one engine, on rank 0.
+
+    Called from the executor's thread only. Only `fetched` waits.
+    """
 
     def fetched(
         self, plan: BlendPlan, fetch: Callable[[list[tuple[Hit, int]]], object]
     ) -> BlendPlan | None:
-        """Fetch a plan's chunks into host memory and return what of the plan is there then.
+        """Fetch a plan's chunks into host memory and return the plan reduced to those that arrived.
 
         ``fetch`` receives the chains to fetch, each with the block to stop at, and may wait for
         them. Returns None if too few tokens are in host memory.

@@ -1,4 +1,4 @@
-"""Who a request is: its keys, and what TensorRT-LLM's request object tells of it by version."""
+"""The identity of a request: its keys, and the fields of TensorRT-LLM's request by version."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _log = logging.getLogger("kvcore.trtllm.scheduler")
 
 @dataclass
 class Promise:
-    """Tokens [start_token, stop_token) that the engine counts on, and the load that keeps them.
+    """Tokens [start_token, stop_token) that the engine counts on, and their prepared load.
 
-    ``parked`` tells whether the request waits for them outside the batch.
+    ``parked`` is True if the request waits for them outside the batch.
     """
 
     start_token: int
@@ -36,7 +36,7 @@ class Promise:
 
 @dataclass
 class Use:
-    """The request whose pages a graph in flight reads, or ``writes``."""
+    """The request whose pages a graph in flight reads, or writes if ``writes`` is True."""
 
     request_id: int
     writes: bool
@@ -44,14 +44,22 @@ class Use:
 
 @dataclass
 class Tracked:
-    """A request the leader knows. ``pages`` is its page table, a list for each layer group.
+    """The leader's state of one request.
 
-    ``device_tokens`` are those the engine held itself. ``bound`` counts tokens whose KV is certain
-    once the forwards planned so far have run. ``seen`` is the step in which the engine last spoke
-    of it. ``sources`` are the blocks by tier that were found, before any came to host memory.
-    ``plan`` is a blend that was promised and not ordered yet, and from ``approximate_from``
-    on its KV is approximate. ``tokens`` are kept where fusion learns what they are stored as, of
-    which it was told ``learned`` blocks.
+    Attributes:
+        device_tokens: the tokens that the engine held itself.
+        seen: the step in which the engine last reported the request.
+        promise: tokens that were promised and whose load is not launched yet.
+        load: the graph of a parked request's load in flight.
+        pages: the page table, a list for each layer group.
+        received: the tokens that the engine has reported since the request joined a batch.
+        bound: the tokens whose KV is complete once the forwards planned so far have run.
+        sources: the blocks found, by tier, before any was staged in host memory.
+        reused: the promised tokens, by tier.
+        blend: a blend that was promised and not ordered yet.
+        approximate_from: the first token whose KV may be approximate; None if all is exact.
+        tokens: all tokens, kept if fusion or the manager needs them.
+        learned: the blocks whose tokens fusion has learned.
     """
 
     request_id: int
@@ -72,20 +80,20 @@ class Tracked:
     learned: int = 0
 
     def receive(self, new_tokens: Sequence[int]) -> None:
-        """Take in tokens the engine tells of; those known already are not hashed again."""
+        """Append the tokens that the engine reports, except those that are known already."""
         self.received += len(new_tokens)
         fresh = self.received - self.chain.num_tokens
         if fresh > 0:
             self.extend(new_tokens[len(new_tokens) - fresh :])
 
     def extend(self, fresh: Sequence[int]) -> None:
-        """Take in tokens that follow those known."""
+        """Append tokens that follow the known ones, and hash them."""
         self.chain.extend(fresh)
         if self.tokens is not None:
             self.tokens.extend(fresh)
 
     def exact_tokens(self, tokens: int) -> int:
-        """How many of the first ``tokens`` have exact KV."""
+        """Return how many of the first ``tokens`` have exact KV."""
         known = self.approximate_from
         return tokens if known is None else min(tokens, known)
 
@@ -93,8 +101,10 @@ class Tracked:
 def keep(
     manager: Manager, chain: KeyChain, blocks: tuple[int, int], layers: Sequence[Span]
 ) -> PreparedLoad | None:
-    """Keep blocks [first, last) of a chain in host memory, for a promise; None where a server does
-    not see to it, or not every worker has its memory."""
+    """Pin blocks [first, last) of a chain in host memory for a promise.
+
+    Returns None if the blocks cannot be pinned, or if a worker has not mapped a server's memory.
+    """
     if not manager.certain:
         return None
     first, last = blocks
@@ -107,7 +117,10 @@ def keep(
 
 
 def excluded(request: Any) -> bool:
-    """Whether tokens do not tell this request's KV, so that it must not be kept or found."""
+    """Return True if the request's KV must not be stored or looked up.
+
+    That is so if its tokens do not determine its KV, or if it is a dummy.
+    """
     if any(
         getattr(request, name, False) is True
         for name in ("is_dummy_request", "is_attention_dp_dummy", "is_cuda_graph_dummy")
@@ -123,7 +136,7 @@ def excluded(request: Any) -> bool:
 
 
 def extras(request: Any) -> list[Extra]:
-    """Digests of the request's pictures and the like, where the version tells them."""
+    """Return digests of the request's images and the like, if the engine's version has them."""
     hashes = getattr(request, "multimodal_hashes", None) or []
     positions = getattr(request, "multimodal_positions", None) or []
     lengths = getattr(request, "multimodal_lengths", None) or []
@@ -134,9 +147,9 @@ def extras(request: Any) -> list[Extra]:
 
 
 def wish_of(request: Any, tokens: int) -> Wish | None:
-    """What the request's salt asks of fusion; None where it does not speak of it.
+    """Return the fusion options in the request's salt, or None if there are none.
 
-    One that makes no sense is answered exactly, under the salt as it is.
+    A request with malformed options is answered exactly, under the salt as it is.
     """
     salt: str | None = getattr(request, "cache_salt", None)
     try:
@@ -156,8 +169,11 @@ def _has_lora(request: Any) -> bool:
 
 
 class RequestNamespaces:
-    """Namespaces by LoRA and tenant. The engine knows LoRA weights by a number that means nothing
-    to another process: without their folder, their KV is found by this engine only."""
+    """The namespaces of requests, by LoRA and tenant.
+
+    The engine's number of a LoRA adapter means nothing to another process. If the adapter's folder
+    is not known, only this engine finds its KV again.
+    """
 
     def __init__(self, namespaces: Namespaces) -> None:
         self._namespaces = namespaces

@@ -1,20 +1,20 @@
 """The leader beside TensorRT-LLM's scheduler, on rank 0: decides, copies nothing.
 
-One request, from here:
+The calls for one request:
 
-    match        keys, lookup, a promise of n tokens        (pinned: the engine takes no word back)
-    allocated    parked: its load is planned
-    build_plan   else its load is planned here; saves of what this step completes; fences
-    finished     a save of the last blocks
+    match        keys, lookup, a promise of n tokens        (pinned: it cannot be retracted)
+    allocated    plans the load of a parked request
+    build_plan   plans the other loads, saves of the blocks that this step completes, fences
+    finished     saves the last blocks
 
-Only blocks that lie verified in every rank's host memory are promised: TensorRT-LLM can neither be
-told that a load failed nor be asked to wait for one before it has an answer. Blocks of other tiers
-are staged there first; what has arrived after `trtllm.stage_wait_s` is promised, the rest serves
-the next request.
+TensorRT-LLM cannot learn that a load failed, and cannot wait for one before it has an answer. The
+leader therefore promises only blocks that are verified in every rank's host memory. Blocks on other
+tiers are staged there first. Blocks that have arrived after `trtllm.stage_wait_s` are promised. The
+rest serves the next request.
 
-A page may be given to another request while a save still reads it or, after an abort of which
-nobody tells, while a load still writes it. A plan that gives such a page away names the graph in
-its fence, and the workers let it end before the step touches the page.
+A page may be given to another request while a save still reads it. After an abort, which the engine
+does not report, a load may still write it. The plan of such a step names the graph in its fence,
+and the workers wait for it before the step touches the page.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ from kvcore_trtllm.salt import Wish
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 
 FORGET_AFTER = 512
-"""Steps without a word of a request after which it is taken for aborted. Taking a live one for
-aborted costs its later saves, nothing else."""
+"""Steps without news of a request after which it is treated as aborted. If it is alive after all,
+it only loses its later saves."""
 
 _Saves = list[tuple[int, TransferGraph]]
-"""Saves of a step's plan, each with the request whose pages it reads."""
+"""Saves of a step's plan, each with the id of the request whose pages it reads."""
 
 
 class Leader(SchedulerCore[TrtllmFusionScheduler]):
-    """One per engine, on rank 0. Called from the executor's thread only.
+    """The leader of one engine, on rank 0. Called from the executor's thread only.
 
-    ``lane`` hands a graph to the only rank at once; it is None if there are more ranks.
-    ``on_reuse`` receives the tokens of a request by the tier that they come from.
+    If there is only one rank, ``lane`` hands a graph to it at once. Otherwise ``lane`` is None.
+    ``on_reuse`` receives the id of a request and its reused tokens by tier.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         self._identity = RequestNamespaces(self.namespaces)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
-        self._using: dict[int, Use] = {}  # what the graphs of ``_users`` are for
+        self._using: dict[int, Use] = {}  # the purpose of each graph in ``_users``
         self._fresh: set[int] = set()  # pages this step may write to
-        self._shared: set[int] = set()  # pages this step reads what others computed from
+        self._shared: set[int] = set()  # pages with others' KV that this step reads
         self._asked: dict[int, int] = {}  # requests matched in this step: tokens on the device
         self._lost: set[int] = set()  # requests whose promised tokens did not come
         self._step = 0
@@ -104,7 +104,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- a request comes --------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Tokens beyond ``computed`` that are promised, and whether the request parks for them."""
+        """Promise tokens beyond ``computed``. Return how many, and True if the request parks."""
         self._drop(request.request_id)
         self._asked[request.request_id] = computed
         if self.disabled or excluded(request):
@@ -119,11 +119,11 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         if not pictures and (self._fusion is not None or self.manager.wants_tokens):
             tracked.tokens = list(tokens)
         if wish is not None and computed:
-            tracked.approximate_from = 0  # its salt was used before: these pages may be a blend's
+            tracked.approximate_from = 0  # its salt was used before, perhaps by a blend
             return 0, False
         if computed % self._page_tokens:
-            return 0, False  # inside a page, which the engine fills in its own way
-        # The last token is always computed: its logits are wanted.
+            return 0, False  # the engine copies a partly used page in its own way
+        # The last token is always computed: its logits are needed.
         most = len(tokens) - 1
         hit = self._hit(tracked, tokens, most)
         held = hit.in_host
@@ -133,7 +133,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return self._promise(tracked, stop, hit)
 
     def _promise(self, tracked: Tracked, stop: int, hit: Hit) -> tuple[int, bool]:
-        """Promise [device_tokens, stop), where that is worth it."""
+        """Promise tokens [device_tokens, stop) if they are worth a load. Return as `match` does."""
         computed, chain = tracked.device_tokens, tracked.chain
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
@@ -156,15 +156,18 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- fusion -----------------------------------------------------------------------------
 
     def _blend(self, tracked: Tracked, wish: Wish, exact: int) -> int:
-        """Promise a blend of a prompt of which the engine holds nothing and host memory ``exact``
-        tokens, where one is worth it; the token up to which KV is promised, 0 for none."""
+        """Promise a blend of a prompt if one is worth it.
+
+        The engine holds none of the prompt, and host memory holds ``exact`` tokens. Returns the
+        token up to which KV is promised, 0 without a blend.
+        """
         if self._fusion is None or tracked.tokens is None:
             return 0
         request = FusionRequest(str(tracked.request_id), wish.options)
         plan = self._fusion.plan(request, tracked.tokens, tracked.chain.namespace, exact)
         if plan is None:
             return 0
-        if exact:  # pinned before chunks are brought, which takes room in host memory
+        if exact:  # pinned first: fetching the chunks may evict from host memory
             blocks = self._blocks(0, exact)
             load = keep(self.manager, tracked.chain, blocks, self._layer_steps)
             if load is None:
@@ -186,7 +189,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         request: FusionRequest,
         plan: BlendPlan,
     ) -> int:
-        """Promise [0, plan.stop): an exact prefix that is loaded, and a blend behind it."""
+        """Promise [0, plan.stop): an exact prefix to load, and a blend behind it."""
         assert not tracked.device_tokens
         fusion.reserve(plan)
         tracked.blend = request
@@ -206,15 +209,15 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         prompt = tracked.tokens[: tracked.prompt_tokens]
         return self._fusion.order(request, prompt, plan, tracked.pages[0])
 
-    # -- what is promised is in host memory ---------------------------------------------------
+    # -- staging in host memory ---------------------------------------------------------------
 
     def _hit(self, tracked: Tracked, tokens: Sequence[int], most: int) -> Hit:
-        """What is held of the chain, after as much of it as possible was brought to host memory."""
+        """Match the chain after its blocks were staged in host memory as far as possible."""
         chain, computed = tracked.chain, tracked.device_tokens
         digest = chain.namespace.digest
         hit = self.manager.get_match(chain.keys, digest)
         if self.manager.ask_stores(hit, computed // self._block):
-            # The engine knows no "ask me later": what comes too late serves the same prompt again.
+            # The engine cannot ask again: a late answer serves the next request with this prompt.
             self.manager.wait_stores(self._config.trtllm.stage_wait_s)
             hit = self.manager.get_match(chain.keys, digest)
         name = str(tracked.request_id)
@@ -229,8 +232,11 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return self.manager.get_match(chain.keys, digest) if waited else hit
 
     def _bring(self, wanted: Iterable[tuple[Hit, int]]) -> bool:
-        """Bring blocks of each hit up to the one given into host memory, and wait for them at most
-        `trtllm.stage_wait_s` in all; whether there was anything to wait for."""
+        """Load each hit's blocks up to the given one into host memory.
+
+        Waits for them for at most `trtllm.stage_wait_s` in all. Returns True if there was a load to
+        wait for.
+        """
         staged = [self._stage(hit, last) for hit, last in wanted]
         graphs = [graph_id for graph_id in staged if graph_id is not None]
         if self._lane is None:
@@ -241,8 +247,11 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return bool(graphs)
 
     def _stage(self, hit: Hit, last: int) -> int | None:
-        """Bring blocks up to ``last`` into host memory: a load that copies nothing further. It has
-        one block at least, by which the workers map a server's memory."""
+        """Launch a load of blocks up to ``last`` into host memory only; returns its graph's id.
+
+        The load has at least one block, so that the workers map a server's memory. Returns None if
+        there is no room.
+        """
         start = min(hit.in_host, last - 1)
         if self.manager.can_load(hit, start, last) is not Readiness.READY:
             return None
@@ -262,7 +271,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return graph.graph_id
 
     def allocated(self, request: Any, pages: PageTables) -> None:
-        """The request has its pages. If it parks, its load is planned now."""
+        """Note the allocated pages of a request, and plan its load if it parks."""
         computed = self._asked.get(request.request_id, 0)
         held = computed // self._page_tokens
         for group, table in enumerate(pages):
@@ -276,7 +285,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self._count(tracked)
 
     def lose(self, request_id: int, parked: bool) -> None:
-        """A promise that will not be kept: what is computed for this request reaches no one."""
+        """Mark a request whose promise cannot be kept: it must not answer."""
         self._lost.add(request_id)
         if parked:
             self._plan.lost_loads.append(request_id)
@@ -287,7 +296,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         check_pages(self._model.groups, promise.start_token, promise.stop_token, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = self._paging.units(pages, first, last, promise.start_token)
-        tracked.promise = None  # kept no more, whatever becomes of the launch
+        tracked.promise = None  # no longer prepared, even if the launch fails
         graph = self.manager.launch_prepared(promise.load, units, lane=lane)
         self._use(graph)
         self._using[graph.graph_id] = Use(tracked.request_id, writes=True)
@@ -301,7 +310,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return graph
 
     def _count(self, tracked: Tracked) -> None:
-        """Tokens that come from somewhere, by what was promised."""
+        """Count the lookup by the promised tokens."""
         missed = tracked.prompt_tokens - tracked.device_tokens - sum(tracked.reused.values())
         self.recorder.loaded(str(tracked.request_id), tracked.reused, missed)
         if self.on_reuse is not None:
@@ -310,7 +319,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- a step is planned ------------------------------------------------------------------
 
     def build_plan(self, output: Any) -> StepPlan:
-        """Plan this step: loads that were promised, saves of what it completes, fences."""
+        """Plan this step: promised loads, saves of the blocks it completes, fences."""
         self._step += 1
         self.manager.maintain()
         for data in output.new_requests:
@@ -335,7 +344,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return plan
 
     def _begin(self, data: Any) -> None:
-        """The first word of a request in a batch, also after it was parked."""
+        """Handle a request that joins a batch, also after it was parked."""
         tracked = self._requests.get(data.request_id)
         if tracked is None:
             return
@@ -354,7 +363,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         tracked = self._requests.get(data.request_id)
         if tracked is None:
             return
-        if not tracked.pages:  # told in the middle: its page table is not known
+        if not tracked.pages:  # its start was not reported: its page table is not known
             if tracked.promise is not None or tracked.blend is not None:
                 self._lost.add(data.request_id)
             return
@@ -366,8 +375,9 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         tracked.receive(data.new_tokens)
         for table, pages in zip(tracked.pages, page_deltas(data), strict=True):
             table.extend(pages)
-        # Positions computed when this step ends. The first word of a request leaves out what is
-        # loaded in it, and with overlap the newest token is not told: both err on the safe side.
+        # Positions computed when this step ends. The first report of a request leaves out the
+        # tokens loaded in its step. With overlap the newest token is not reported. Both are too
+        # low, which is safe.
         tracked.bound = data.computed_position + data.num_scheduled_tokens
 
     def _save_computed(self, tracked: Tracked) -> None:
@@ -396,8 +406,10 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self._using[graph.graph_id] = Use(name, writes=False)
 
     def _fence(self, plan: StepPlan) -> None:
-        """Graphs that use pages which this step gives to others. A load into a page that is given
-        away fresh is of use to nobody: it is cancelled too."""
+        """Fence the graphs that use pages which this step gives to other requests.
+
+        A load into a page that is given away to be overwritten is cancelled too.
+        """
         if not self._using:
             return
         here = {graph.graph_id for _, graph in (*plan.async_loads, *plan.late_saves)}
@@ -413,7 +425,10 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         plan.fence = sorted(fence)
 
     def _why_broken(self, output: Any) -> str:
-        """A request whose promised tokens did not come must not answer."""
+        """Return why the step must fail: it schedules requests whose promised KV did not arrive.
+
+        Returns "" if it must not fail.
+        """
         scheduled = (data.request_id for data in (*output.new_requests, *output.cached_requests))
         if bad := sorted(self._lost.intersection(scheduled)):
             return f"KV promised to requests {bad} did not arrive"
@@ -422,7 +437,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- reports ----------------------------------------------------------------------------
 
     def hear(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
-        """`take_news` for a worker, whose rank must not fall behind the others."""
+        """Call `take_news` without raising: the worker's rank must keep up with the others."""
         try:
             self.take_news(reports, counted)
         except Exception:  # noqa: BLE001 - the ranks wait for each other
@@ -430,13 +445,13 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self.disable("an error in the leader's books")
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
-        """Take in the blends of rank 0's worker, which is in this process."""
+        """Handle the results of blends of rank 0's worker, which is in this process."""
         for report in blends:
             if self._fusion is not None:
                 self._fusion.take_report(report)
 
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
-        """Take in what ended on all ranks, and what they counted."""
+        """Handle the reports and the counters of all ranks."""
         for delta in counted:
             self.metrics.absorb(delta)
             self.recorder.learn(delta)
@@ -446,7 +461,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self._take_report(report)
 
     def _take_report(self, report: OpReport) -> None:
-        """Let go of a graph whose ops on the device have ended."""
+        """Handle the end of an op, and release its graph after its last device op."""
         released = self._complete(report)
         use = self._using.get(report.graph_id)
         if use is None:
@@ -465,7 +480,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
 
     def _load_failed(self, request_id: int, report: OpReport) -> None:
         if set(report.failed.values()) == {RowError.CANCELLED}:
-            return  # an aborted request's
+            return  # the request was aborted
         first = request_id not in self._lost
         self._lost.add(request_id)
         tracked = self._requests.get(request_id)
@@ -475,8 +490,11 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
 
     def last_plan(self, why: str) -> StepPlan:
-        """A plan in place of one that could not be made: nothing of the step gets out, parked
-        requests are reported and will fail, and every page is let go of."""
+        """Return a plan to replace one that could not be made, for the reason ``why``.
+
+        No graph of the step is sent. Parked requests are reported and will fail. The fence names
+        every graph that uses pages.
+        """
         made, self._plan = self._plan, StepPlan()
         parked = [*(request_id for request_id, _ in made.async_loads), *made.lost_loads]
         self._lost.update(parked)
@@ -490,7 +508,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- a request goes ---------------------------------------------------------------------
 
     def finished(self, request: Any, pages: PageTables) -> bool:
-        """Save the last blocks; whether saves under way still read the request's pages."""
+        """Save the last blocks. Return True if saves in flight still read the request's pages."""
         self.recorder.ended(str(request.request_id), "done")
         tracked = self._requests.get(request.request_id)
         if tracked is None or self.disabled:
@@ -514,7 +532,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         return sent
 
     def forget(self, request_id: int) -> None:
-        """The engine took the request's pages back: what is known of it is void."""
+        """Forget a request whose pages the engine took back."""
         self._drop(request_id)
 
     def _drop(self, request_id: int) -> None:
@@ -524,7 +542,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self.manager.drop_prepared(tracked.promise.load)
 
     def _collect(self) -> None:
-        """Drop requests of which the engine speaks no more: aborts are not told."""
+        """Drop requests without news for `FORGET_AFTER` steps: aborts are not reported."""
         for request_id, tracked in list(self._requests.items()):
             silent = self._step - tracked.seen > FORGET_AFTER
             if silent and tracked.load is None and request_id not in self._lost:
@@ -539,7 +557,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
 
     @property
     def tracked(self) -> int:
-        """Requests known."""
+        """The number of known requests."""
         return len(self._requests)
 
     def check_integrity(self) -> None:

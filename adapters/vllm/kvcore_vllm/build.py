@@ -1,4 +1,4 @@
-"""Puts the two sides together from a config: the only place that knows every part."""
+"""Composes leader and worker from a config: the only module that knows every part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = logging.getLogger("kvcore.vllm")
 def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
 ) -> SchedulerSide:
-    """Build the leader. A tier that cannot be used is named in the log and left out."""
+    """Build the leader. A tier that cannot be used is left out with a warning."""
     assert vllm_config.kv_transfer_config is not None
     outbox = Outbox(model.world_size)
     side: SchedulerSide
@@ -111,7 +111,7 @@ def _fusion_leader(
     parts: LeaderParts,
     pace: FusionPolicy | None,
 ) -> VllmFusionScheduler | None:
-    """Build what plans blends; None if fusion is off, or not right for the model."""
+    """Build the fusion scheduler; None if fusion is off or does not support the model."""
     if not config.fusion.enabled:
         return None
     try:
@@ -150,8 +150,11 @@ def build_worker_connector(
     model: ModelDescription,
     kv_caches: dict[str, torch.Tensor],
 ) -> WorkerConnector:
-    """Build the worker of this rank. Raises UnsupportedError or LayoutError if KV cannot be moved
-    right: nothing may be stored then."""
+    """Build the worker of this rank.
+
+    Raises UnsupportedError or LayoutError if KV cannot be copied correctly. Nothing may be stored
+    then.
+    """
     rank = vllm_config.parallel_config.rank % model.world_size
     shape = model.rank_shape(rank)
     groups = [group for group in model.rank_groups(rank) if group.layers]
@@ -176,7 +179,7 @@ def _blends(
     rank: int,
     parts: WorkerParts,
 ) -> FusionWorker | RefusingFusionWorker:
-    """Build what blends on this rank, or what refuses to if vLLM's layers are not as expected."""
+    """Build this rank's fusion worker, or one that refuses if vLLM's layers are not as expected."""
     group = model.groups[0]
     if not config.fusion.enabled:
         return RefusingFusionWorker(group.page_tokens)  # the leader has the same setting
@@ -192,7 +195,10 @@ def _blends(
 def _hook_attention(
     vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
 ) -> None:
-    """Set plugins' hooks around the layers of a model with one group of pages."""
+    """Install plugins' hooks around the layers of a model with one group of pages.
+
+    The hooks are left out with a warning if the model or its runner does not support them.
+    """
     if not hooks:
         return
     context = vllm_config.compilation_config.static_forward_context
@@ -216,9 +222,10 @@ def _hook_attention(
 
 
 def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
-    """Build a worker that takes no work, so that the leader learns of it and stops.
+    """Build a worker that refuses all work, so that the leader learns of it and stops.
 
-    What was planned before it learns is reported page by page: the engine computes it.
+    The pages of loads that were planned before that are reported as failed, and the engine computes
+    them.
     """
     page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerConnector(
@@ -236,7 +243,7 @@ def _verify(
     views: Sequence[KVView],
     shape: BlockShape,
 ) -> None:
-    """One page through vLLM's own write kernel, read back through our copies."""
+    """Verify that kvcore's copies read what vLLM's own write kernel wrote, on one page."""
     from dataclasses import replace
 
     from kvcore.memory.copy.reference import ReferenceOps

@@ -1,8 +1,8 @@
-"""Fusion in vLLM's scheduler: what `kvcore.connector.fusion_scheduler` leaves to the engine.
+"""Fusion in vLLM's scheduler: the engine's part of `kvcore.connector.fusion_scheduler`.
 
-vLLM may ask again in a later step, so chunks on lower tiers are fetched into host memory first. A
-load that another request has under way is joined. The pages from the first chunk on get hashes of
-their own (`mark`), so that vLLM's prefix cache never shares approximate KV.
+vLLM may ask again in a later step, so chunks on lower tiers are fetched into host memory first. If
+another request is already loading them, the request waits for that load. The pages from the first
+chunk on get hashes of their own (`mark`), so that vLLM's prefix cache never shares approximate KV.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class VllmFusionRequest(FusionRequest):
         fetching: this request's own loads into host memory.
         joined: chains, each with its namespace, that another request is loading there.
         give_up_at: the monotonic time after which the request no longer waits for its chunks.
-        hashes, hasher: vLLM's own while those of a planned blend are in place.
+        hashes: vLLM's page hashes of the request from before `mark` replaced them.
+        hasher: vLLM's hasher from before `mark` replaced it.
     """
 
     due: bool = False
@@ -56,7 +57,7 @@ class VllmFusionRequest(FusionRequest):
 
 @dataclass(eq=False)
 class VllmFusionScheduler(FusionScheduler):
-    """One per engine core. Called from vLLM's scheduling loop only."""
+    """The fusion scheduler of one engine core. Called from vLLM's scheduling loop only."""
 
     _marked: list[tuple[Request, VllmFusionRequest]] = field(default_factory=list, init=False)
 
@@ -81,11 +82,10 @@ class VllmFusionScheduler(FusionScheduler):
         deadline_s: float,
         lane: Lane,
     ) -> None:
-        """Launch loads into host memory of what the plan needs from lower tiers; ``lane`` receives
-        their graphs.
+        """Launch loads of the plan's blocks on lower tiers into host memory.
 
-        Done once a request, and again if a load that it joined failed. What has not arrived after
-        ``deadline_s`` seconds is computed.
+        Each request does this once, and again if a load that it joined failed. Blocks that have not
+        arrived after ``deadline_s`` seconds are computed. ``lane`` receives the graphs.
         """
         if fusing.fetched:
             return
@@ -140,10 +140,10 @@ class VllmFusionScheduler(FusionScheduler):
     # -- vLLM's own prefix cache ------------------------------------------------------------------
 
     def mark(self, request: Request, fusing: VllmFusionRequest, plan: BlendPlan) -> None:
-        """Give the page of the first chunk and all that follow hashes that no other prompt has.
+        """Give the pages from the first chunk on hashes that no other prompt has.
 
-        vLLM enters pages into its prefix cache when they are allocated, so call this before.
-        `end_step` undoes it for a request that was not scheduled after all.
+        vLLM enters pages into its prefix cache when it allocates them, so call this before.
+        `end_step` restores the hashes of a request that was not scheduled after all.
         """
         first = plan.chunks[0].prompt_start
         fusing.plan, fusing.due = plan, True

@@ -1,15 +1,15 @@
 """The leader inside vLLM's scheduler: decides, never copies.
 
-One request, from the scheduler's side:
+The calls for one request:
 
-    get_num_new_matched_tokens ─▶ keys, match            (no side effect but the hashing)
+    get_num_new_matched_tokens ─▶ keys, match            (no side effect except hashing)
     update_state_after_alloc   ─▶ load graph             (sync or async, by tier and size)
-    build_connector_meta       ─▶ save graphs of what this step completes, fences, the step plan
-    update_connector_output    ─▶ publish what ended; a failed load is looked up again once
+    build_connector_meta       ─▶ save graphs of the blocks that this step completes, fences, plan
+    update_connector_output    ─▶ publish ended transfers; after a failed load, one more lookup
     request_finished           ─▶ save of the last full blocks
 
-Pages that a save still reads may be handed to another request by the scheduler. Such a step names
-the save in its fence, and the worker lets it end before anything writes to the page.
+The scheduler may give a page to another request while a save still reads it. The plan of such a
+step names the save in its fence, and the worker waits for it before anything writes to the page.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
 NULL_PAGE = 0
-"""vLLM's block 0 stands for a page that a sliding-window group has dropped."""
+"""vLLM's number for a page that a sliding-window group has dropped."""
 
 
 class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
-    """One per engine core. Called from vLLM's scheduling loop only; no call does I/O."""
+    """The leader of one engine core. Called from vLLM's scheduling loop only; no call does I/O."""
 
     def __init__(
         self,
@@ -86,7 +86,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def get_num_new_matched_tokens(
         self, request: Request, computed: int
     ) -> tuple[int | None, bool]:
-        """Tokens beyond ``computed`` that kvcore can bring, and whether between steps."""
+        """Return the tokens beyond ``computed`` to load, and True if they load between steps.
+
+        The number is None if vLLM must ask again in a later step.
+        """
         tracked = self._track(request)
         if tracked is None or not tracked.may_load:
             return 0, False
@@ -96,7 +99,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         tracked.new = False
         if self.manager.ask_stores(hit, computed // self._block, promise):
             return None, False
-        # The last token is always computed: its logits are wanted.
+        # The last token is always computed: its logits are needed.
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
         self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
@@ -127,9 +130,11 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         return gain, not self._loads_in_step(hit, first, last)
 
     def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
-        """Whether to load now. What another request has on its way to host memory is not read a
-        second time: it is waited for, as long as a load may take. Should it not come, this request
-        reads it itself."""
+        """Return whether to load now, later or not at all.
+
+        Blocks that another request is loading into host memory are not read a second time. The
+        request waits for them for the deadline of a load. After that it reads them itself.
+        """
         below = not set(hit.blocks_by_tier(first, last)) <= {HOST}
         if below and self.manager.coming(hit, last):
             now = time.monotonic()
@@ -146,7 +151,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         fusing: VllmFusionRequest,
         computed: int,
     ) -> int | Literal[False] | None:
-        """Tokens beyond ``computed`` that a blend makes; None to be asked again, False for none."""
+        """Return the tokens beyond ``computed`` that a blend makes, and mark the request for it.
+
+        Returns None if vLLM must ask again, and False if there is no blend.
+        """
         assert tracked.hit is not None
         fusing.due = False
         if fusion.waits(fusing):
@@ -170,13 +178,13 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         return plan.stop - computed
 
     def _loads_in_step(self, hit: Hit, first: int, last: int) -> bool:
-        """Whether the load is part of the step: it cannot fail and is short.
+        """Return True if the load is part of the step, because it cannot fail and is short.
 
-        What comes from a medium that can fail is loaded between steps, where vLLM computes again
-        what did not arrive before anything else could share its pages.
+        Blocks on a medium that can fail are loaded between steps. vLLM then recomputes the blocks
+        that did not arrive, before another request can share their pages.
         """
         if not self._model.single_group:
-            return False  # vLLM cannot be told which pages of several groups failed
+            return False  # vLLM accepts failed pages of one group only
         from_host = set(hit.blocks_by_tier(first, last)) <= {HOST}
         nbytes = (last - first) * self._model.shape.nbytes
         return from_host and nbytes <= self._config.transfer.sync_load_max
@@ -184,7 +192,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
-        """Pages are allocated; plan the load into them."""
+        """Plan the load of ``external`` tokens into the pages that vLLM has allocated."""
         tracked = self._requests.get(request.request_id)
         if external == 0 or tracked is None or tracked.hit is None:
             return
@@ -212,7 +220,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
                 else lambda graph: waiting.append((request.request_id, graph)),
             )
         except CapacityError as error:
-            # Nothing was promised to the workers yet: report the load as failed and recompute.
+            # The workers know nothing of the load yet: report it as failed and recompute.
             _log.warning("load refused request=%s: %s", request.request_id, error)
             assert not in_step, "a load from host memory needs no slots"
             tracked.may_load = False
@@ -226,7 +234,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def _launch_blend(
         self, tracked: Tracked, fusing: VllmFusionRequest, blocks: KVCacheBlocks, external: int
     ) -> None:
-        """Order the blend, and the load of the exact tokens before it."""
+        """Order the blend and the load of the exact tokens before it."""
         [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
         assert plan is not None
         assert fusion is not None
@@ -261,14 +269,14 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         )
 
     def reused_by_tier(self, request_id: str) -> dict[str, int]:
-        """Tokens of the request's last load, by tier."""
+        """Return the tokens of the request's last load, by tier."""
         tracked = self._requests.get(request_id)
         return dict(tracked.reused) if tracked else {}
 
     # -- a step is planned ------------------------------------------------------------------
 
     def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
-        """Plan this step: saves of what it completes, and fences for pages that change hands."""
+        """Plan this step: saves of the blocks it completes, and fences for pages it reassigns."""
         self.manager.maintain()
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracked = self._requests.get(request_id)
@@ -287,15 +295,15 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         return KVCoreMetadata.of(plan)
 
     def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, Request]]:
-        """Tokens of this step and their request."""
+        """Yield (tokens of this step, request) for each scheduled request."""
         for request_id, tokens in output.num_scheduled_tokens.items():
             if (tracked := self._requests.get(request_id)) is not None:
                 yield tokens, tracked.request
 
     def _save_computed(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> None:
         request = tracked.request
-        # Positions computed when this step ends, of tokens whose ids are known: under
-        # speculation and async scheduling the ids trail the positions.
+        # Positions that are computed when this step ends, up to the last token whose id is known:
+        # with speculation and async scheduling the ids trail the positions.
         computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
         blocks = tracked.exact_blocks(computed, self._block)
         state = output.kv_connector_block_state
@@ -315,7 +323,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         tracked.saved_blocks = blocks
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
-        """Saves that read a page which this step, or a load in it, may write to."""
+        """Return the saves that read a page to which this step, or a load in it, may write."""
         if not self._users.graphs:
             self._load_pages.clear()
             return []
@@ -336,11 +344,11 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     # -- a step has ended -------------------------------------------------------------------
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what the workers ended.
+        """Handle the reports of the workers.
 
         The end of an asynchronous load comes twice: in kvcore's own reports, which publish blocks
         and free slots, and in vLLM's lists of requests, by which vLLM schedules. The two may come
-        in different steps, so what the request waits for follows vLLM's lists alone.
+        in different steps, so the state of a waiting request follows vLLM's lists only.
         """
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVCoreWorkerMetadata):
@@ -375,7 +383,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
-        # What was corrupt has left the index: one more lookup may find a shorter prefix or
+        # A corrupt block has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
         self.recorder.failed(request_id, tracked.load_tokens)
@@ -390,7 +398,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def request_finished(
         self, request: Request, pages: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        """Save the last full blocks; returns what is told the client if it asked for it."""
+        """Save the last full blocks. Returns the reply for the client, if it asked for one."""
         tracked = self._requests.pop(request.request_id, None)
         if self._fusion is not None:
             self._fusion.forget(request.request_id)
@@ -399,7 +407,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         record = self.recorder.ended(
             request.request_id, outcome(request), getattr(request, "trace_headers", None)
         )
-        if tracked.load is not None:  # aborted while it waited: its pages hold nothing yet
+        if tracked.load is not None:  # aborted during its load: its pages hold no KV yet
             self.manager.cancel(tracked.load)
             return None
         computed = min(request.num_computed_tokens, request.num_tokens)
@@ -419,7 +427,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine must keep stepping for plans to leave or reports to come."""
+        """True if the engine must keep stepping, because a plan or a report is outstanding."""
         return bool(self.manager.in_flight or self._outbox.graphs)
 
     def _stop_running(self) -> None:
@@ -427,17 +435,17 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             tracked.may_load = tracked.may_save = False
 
     def take_stats(self) -> Data:
-        """What was counted since the last call, on all ranks and here."""
+        """Return the increase of the counters of all ranks and the leader since the last call."""
         self._show_tiers()
         return self.metrics.delta()
 
     def take_events(self) -> list[Event]:
-        """What the tiers began and ceased to hold since the last call."""
+        """Return the events of blocks stored in and removed from tiers since the last call."""
         events, self._events = self._events, []
         return events
 
     def note_event(self, event: Event) -> None:
-        """The manager tells of an event; kept only where the engine publishes events."""
+        """Queue an event of the manager for `take_events`."""
         self._events.append(event)
 
     # -- identity ---------------------------------------------------------------------------

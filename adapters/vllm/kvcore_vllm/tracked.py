@@ -1,4 +1,4 @@
-"""A request as the leader in vLLM's scheduler knows it."""
+"""The state that the leader in vLLM's scheduler keeps for a request."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ __all__ = ["Tracked"]
 
 @dataclass
 class Tracked:
-    """A request that the leader knows.
+    """The leader's state of one request.
 
     Attributes:
+        extras: digests of its images and the like, which are part of its keys.
         hit: the last lookup, valid until the next one.
+        matched_tokens: the token up to which the last lookup can load.
         load: the graph of an asynchronous load in flight.
-        load_tokens: the tokens that the last load was to bring.
+        load_attempts: the number of loads that were planned.
+        load_tokens: the tokens of the last load.
+        reused: the tokens of the last load or blend, by tier.
+        saved_blocks: the blocks at its start that need no further save.
         new: the request has not been looked up yet.
-        join_until: the monotonic time up to which it waits for another request's load.
+        join_until: the monotonic time until which it waits for another request's load.
     """
 
     request: Request

@@ -1,7 +1,7 @@
-"""Fusion in the reference engine: what to reuse (leader), and the blend itself (each rank).
+"""Fusion in the reference engine: the plan of a blend (leader) and the blend itself (each rank).
 
-The KV from the first chunk on is approximate. It is noted in the request (`approximate_from`), and
-neither the engine's prefix cache nor kvcore takes it for exact.
+The KV from the first chunk on is approximate. The request records that in `approximate_from`, and
+neither the engine's prefix cache nor kvcore treats it as exact.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Order:
 class ReferenceFusionScheduler(FusionScheduler):
     """Finds chunks and orders blends. Engine thread only; no call waits.
 
-    ``shapes`` are the blocks of each rank.
+    ``shapes`` are the block shapes of the ranks.
     """
 
     transport: DirectTransport
@@ -83,7 +83,7 @@ def _fusion_request(request: Request) -> FusionRequest:
 
 
 class RankLayers(EngineLayers):
-    """A rank's layers, lent to a blend of a request with the LoRA weights in ``lora``."""
+    """A rank's layers, run by a blend with the LoRA weights in ``lora``."""
 
     def __init__(self, model: RankModel) -> None:
         self.lora: Path | None = None
@@ -113,7 +113,10 @@ class RankLayers(EngineLayers):
 
 
 class RankBlender(FusionWorker):
-    """Carries out the orders of one rank, whose chunks are on their way. Rank's thread only."""
+    """Carries out the orders of one rank while their chunks are being loaded.
+
+    Rank's thread only.
+    """
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class RankBlender(FusionWorker):
         super().__init__(config, worker, self._lent, self.ropes(), shape, selector, pages, ops)
 
     def ropes(self) -> Sequence[Rope | None]:
-        """Return what rotates cached K, one a layer."""
+        """Return the rotations of cached K, one a layer."""
         return self._model.model.spec.ropes
 
     def blend(self, order: Order, landed: Callable[[int], None]) -> bool:

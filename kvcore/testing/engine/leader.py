@@ -1,15 +1,16 @@
-"""kvcore beside the reference engine's scheduler: what is looked up, loaded, blended and saved.
+"""The leader beside the reference engine's scheduler: lookups, loads, blends and saves.
 
-One request, from here:
+The life of a request:
 
-    lookup     keys, what the tiers hold, what a blend could use     (nothing is promised yet)
+    lookup     its keys, the blocks in the tiers, a plan of a blend     (nothing is promised yet)
     start      its pages are known: the load, or the blend's copies, begin
-    settle     after the forward: loads that failed send their request back
-    save       blocks whose KV the forward has completed
-    forget     the request is gone
+    settle     after the forward: requests whose load failed are returned to the engine
+    save       the blocks whose KV the forward has completed
+    forget     the request is over
 
 Graphs go straight to the workers (`DirectTransport`), so the order of calls is the order of copies.
-Before a page changes hands the engine calls `fence`, which waits for the graphs that use it.
+Before a page is given to another request the engine calls `fence`, which waits for the graphs that
+use it.
 """
 
 from __future__ import annotations
@@ -44,17 +45,21 @@ _log = logging.getLogger("kvcore.testing.engine")
 
 NO_PAGE = -1
 MAX_ATTEMPTS = 2
-"""Loads tried for a request; then it is computed. The first may find a block corrupt, and what is
-corrupt has left the index when the second is planned."""
+"""Loads to try before a request is computed. If the first one finds a corrupt block, that block has
+left the index when the second is planned."""
 
 REPORT_WAIT_S = 0.01
-"""How long to block at a time for a report of copies that have ended."""
+"""Seconds to block at a time for a report of copies that have ended."""
 
 
 class Lookup(NamedTuple):
-    """KV of [start, stop) of a request can be brought. ``wait``: ask again in the next step.
+    """The result of a lookup: KV of [start, stop) can be loaded, or made by a blend.
 
-    ``deadline_s`` is the planner's; None leaves it to the config."""
+    Attributes:
+        plan: the blend that makes part of the KV; None without a blend.
+        wait: nothing can be loaded yet; look up again in the next step.
+        deadline_s: the planner's deadline for the load; None for the config's.
+    """
 
     hit: Hit
     start: int
@@ -68,8 +73,14 @@ class Lookup(NamedTuple):
 class _Tracked:
     """A request as the leader knows it.
 
-    ``fetching`` are loads of chunks into host memory, waited for until ``give_up_at``. Once it is
-    not ``is_current``, the tiers were cleared since it came: it loads and saves nothing more.
+    Attributes:
+        attempts: loads and blends of the request that failed.
+        fetched: the loads of its chunks into host memory were launched.
+        fetching: those loads that are in flight.
+        give_up_at: the monotonic time after which the request no longer waits for them.
+        new: the request has not been looked up yet.
+        is_current: the tiers were not cleared since the request arrived. Otherwise it neither
+            loads nor saves any more.
     """
 
     chain: KeyChain
@@ -89,7 +100,7 @@ class _Tracked:
 
 @dataclass
 class _Load:
-    """A load of [.., ``stop``) under way."""
+    """A load in flight of a request's tokens up to ``stop``."""
 
     request: Request
     stop: int
@@ -116,7 +127,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         super().__init__(config, model, parts, traits)
         self.orders: list[Order] = []
         self.sync: dict[int, TransferGraph] = {}
-        """Loads that the coming forward waits for layer by layer."""
+        """The loads that the next forward waits for, layer by layer."""
         self._copies = transport
         self._produces = produces
         self._promise_s = promise_s
@@ -127,7 +138,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
     # -- a request comes --------------------------------------------------------------------
 
     def lookup(self, request: Request, computed: int) -> Lookup | None:
-        """What can be brought beyond the ``computed`` tokens that the engine holds itself."""
+        """Look up the tokens beyond the ``computed`` ones that the engine holds itself.
+
+        Returns None if there is nothing to load.
+        """
         tracked = self._track(request)
         if self.disabled or not tracked.may_load:
             return None
@@ -161,10 +175,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
 
     def _promise(self, request: Request, tracked: _Tracked) -> Promise | None:
-        """Return what another engine promised of the prompt, at the request's first lookup."""
+        """Return another engine's promise at the request's first lookup, else None."""
         new, tracked.new = tracked.new, False
-        told = request.promise if new else None
-        return accepted(told, tracked.chain, self._promise_s, request.request_id)
+        promise = request.promise if new else None
+        return accepted(promise, tracked.chain, self._promise_s, request.request_id)
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -175,7 +189,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return tracked
 
     def namespace_of(self, request: Request) -> Namespace:
-        """Whose KV the request may share."""
+        """Return the namespace of the KV that the request may share."""
         lora = request.lora
         name = "" if lora is None else lora_identity(lora.name, str(lora))
         return self.namespaces.of(name, request.salt)
@@ -188,7 +202,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         hit: Hit,
         computed: int,
     ) -> Lookup | None:
-        """A blend of the request, if one is worth it; chunks on slower tiers are fetched once."""
+        """Return a blend of the request, or None if none is worth it.
+
+        Chunks on slower tiers are fetched into host memory once; the lookup waits for them.
+        """
         if tracked.attempts:
             return None
         exact = max(computed, min(hit.depth * self._block, len(request.tokens) - 1))
@@ -211,7 +228,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return Lookup(hit, computed, in_host.stop, in_host)
 
     def _fetch(self, tracked: _Tracked, hit: Hit, start: int, stop: int) -> None:
-        """Bring blocks into host memory, with those before them, behind which alone they stay."""
+        """Launch a load of blocks into host memory.
+
+        Host memory keeps a block only behind all blocks before it, so these are loaded too.
+        """
         if set(hit.blocks_by_tier(start, stop)) <= {HOST}:
             return
         start = hit.in_host
@@ -231,9 +251,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         tracked.fetching.add(graph.graph_id)
 
     def start(self, request: Request, found: Lookup) -> None:
-        """The request has its pages: load into them, or order the blend that fills them.
+        """Launch the load into the request's allocated pages, or order the blend that fills them.
 
-        Sets what of the request counts as computed, or LOADING where it must wait for that.
+        Sets the number of computed tokens, or the state LOADING if the request must wait for the
+        load.
         """
         stop = found.stop if found.plan is None else found.plan.exact
         if stop > found.start:
@@ -265,7 +286,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
                 layers=self._layer_steps if in_step else (),
                 deadline_s=None if in_step else found.deadline_s or self._deadline_s,
             )
-        except CapacityError:  # no room to pass it through: it is computed
+        except CapacityError:  # no host slots to load through: the engine computes
             assert not in_step, "a load from host memory needs no slots"
             return
         self._use(graph)
@@ -280,9 +301,11 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
     # -- a step ends ------------------------------------------------------------------------
 
     def settle(self) -> list[Request]:
-        """Take in the loads of the step. Returns the requests whose load failed: what was computed
-        for them is worth nothing. Blocks until all of them are reported: bytes that are there may
-        be the wrong ones, and a report may come behind them."""
+        """Wait for the loads of the step and return the requests whose load failed.
+
+        The tokens that the step computed for them are invalid. Blocks until every load is reported:
+        the bytes of a failed load may be in place before its report comes.
+        """
         for graph_id in self.sync:
             self._copies.wait_device(graph_id)
         failed = self.pump()
@@ -297,8 +320,10 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return failed
 
     def pump(self, known: Sequence[Request] = ()) -> list[Request]:
-        """Take in what has ended; requests whose load arrived run. Return the requests, other than
-        those ``known``, whose load or blend failed."""
+        """Handle the ops that have ended; requests whose load arrived go on.
+
+        Returns the requests whose load or blend failed, except those in ``known``.
+        """
         self.manager.maintain()
         failed: list[Request] = []
         for report in self._copies.poll():
@@ -309,11 +334,14 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return failed
 
     def _take(self, report: OpReport) -> Request | None:
-        """Take in an op that has ended. Return the request whose KV did not come, if it was that
-        request's last op or a copy for a blend."""
+        """Handle the end of an op.
+
+        Returns the request whose KV did not arrive, if the op was the last of its load or a copy
+        for a blend.
+        """
         spoilt = self._chunks.get(report.graph_id) if report.failed else None
         load = self._loads.get(report.graph_id)
-        if load is not None:  # what failed on the way from a tier fails here too
+        if load is not None:  # a failed read from a tier fails the load too
             load.failed = load.failed or bool(report.failed)
         if not self._complete(report) or load is None:
             return spoilt
@@ -331,20 +359,23 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return None
 
     def wait(self, timeout: float) -> bool:
-        """Block until something has ended, at most ``timeout`` seconds."""
+        """Block for at most ``timeout`` seconds for an op, or a store's answer, to end.
+
+        Returns True if there is one.
+        """
         if not self.manager.in_flight:
             return self.manager.wait_stores(timeout)
         return self._copies.wait_report(timeout)
 
     def failed(self, request: Request) -> None:
-        """A load or a blend of the request failed: it is tried once more, then computed."""
+        """Record that a load or a blend failed: it is tried once more, then computed."""
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
-            tracked.memo = PlanMemo()  # what is in its way by now is weighed afresh
+            tracked.memo = PlanMemo()  # the next attempt is planned afresh
             self.recorder.failed(str(request.request_id), sum(request.reused.values()))
 
     def save(self, request: Request) -> None:
-        """Save the blocks that are computed now. The forward that computed them has ended."""
+        """Save the computed blocks. Call after the forward that computed them has ended."""
         if len(request.answer) == 1:
             self.recorder.step(str(request.request_id), "prefill")
         tracked = self._track(request)
@@ -358,13 +389,13 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
     # -- pages change hands -----------------------------------------------------------------
 
     def fence(self, pages: Sequence[int]) -> None:
-        """Block until no graph uses ``pages``: the engine gives them to another request."""
+        """Block until no graph uses ``pages``, which the engine gives to another request."""
         for _, graphs in list(self._users.among(set(pages))):
             for graph_id in set(graphs):
                 self._copies.wait_device(graph_id)
 
     def abort(self, request: Request) -> None:
-        """Drop what loads of the request have not begun; block until the rest is done."""
+        """Cancel the request's loads, and block until the copies that had begun have ended."""
         for graph_id, load in self._loads.items():
             if load.request is request:
                 self.manager.cancel(graph_id)
@@ -372,11 +403,11 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         self.forget(request)
 
     def preempted(self, request: Request) -> None:
-        """The request lost its pages and will be looked up again."""
+        """Start over with a request that lost its pages and will be looked up again."""
         self._tracked[request.request_id].saved_blocks = 0
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
+        """Forget a request that is over, and promise its blocks if this engine is a producer."""
         self.recorder.ended(str(request.request_id), request.state.value)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and self._produces and request.state is State.DONE:
@@ -391,7 +422,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
 
     @property
     def leftovers(self) -> list[str]:
-        """What is still held or under way; empty when the engine is idle and all has settled."""
+        """Lines on what is still held or in flight. Empty when the engine is idle and settled."""
         what = {
             "graphs in flight": self.manager.in_flight,
             "loads": len(self._loads),
@@ -402,6 +433,6 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         return [f"{count} {name}" for name, count in what.items() if count]
 
     def close(self) -> None:
-        """Release what the leader holds. The workers have closed before."""
+        """Release the leader's resources. Blocks. Call after the workers have closed."""
         self.pump()
         super().close()

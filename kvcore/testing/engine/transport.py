@@ -1,8 +1,8 @@
-"""Carries graphs to the workers of all ranks, which live in this process, and adds up reports.
+"""The transport of the reference engine, whose ranks all live in this process.
 
-An engine with ranks in other processes sends graphs with its own messages; here a graph is handed
-over at once. What that means for the caller: a save may be launched only after the forward that
-computes its KV, a load only into pages that nobody reads.
+An engine with ranks in other processes sends graphs with its own messages. Here the workers get a
+graph at once. The caller must therefore launch a save only after the forward that computes its KV,
+and a load only into pages that nobody reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ __all__ = ["DirectTransport"]
 
 
 class DirectTransport:
-    """The manager's transport over ``workers``, one a rank. Engine thread only."""
+    """The manager's transport over ``workers``, one a rank. Merges their reports.
+
+    Engine thread only.
+    """
 
     def __init__(self, workers: Sequence[KVWorker]) -> None:
         self.workers = tuple(workers)
@@ -28,8 +31,10 @@ class DirectTransport:
         self._whole: list[OpReport] = []
 
     def into(self, groups: Sequence[Sequence[DeviceGroup]]) -> Lane:
-        """Return a lane to ``groups``, one a rank, in place of the engine's pages. All graphs of a
-        lane are waited for together: layer 0 of each is copied first."""
+        """Return a lane that loads into ``groups``, one a rank, instead of the engine's pages.
+
+        All graphs of a lane are waited for together: layer 0 of each is copied first.
+        """
         elsewhere = [
             (worker, into, worker.wave()) for worker, into in zip(self.workers, groups, strict=True)
         ]
@@ -56,17 +61,17 @@ class DirectTransport:
             worker.forget(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:
-        """Block until some rank has a report, at most ``timeout`` seconds."""
+        """Block for at most ``timeout`` seconds for a report. Return True if there is one."""
         share = timeout / len(self.workers)
         return bool(self._whole) or any(worker.wait_report(share) for worker in self.workers)
 
     def wait_device(self, graph_id: int) -> None:
-        """Block until the graph touches no rank's pages any more."""
+        """Block until the graph no longer touches any rank's pages."""
         for worker in self.workers:
             worker.wait_device(graph_id)
 
     def poll(self) -> Sequence[OpReport]:
-        """Reports of the ops that have ended on every rank."""
+        """Return the reports of the ops that have ended on every rank since the last call."""
         for worker in self.workers:
             self._take_all(worker.poll())
         whole, self._whole = self._whole, []
