@@ -12,7 +12,7 @@ promised, and which pages and hooks the engine has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -167,6 +167,14 @@ class SchedulerCore(Generic[F]):
         elif self._traits.host_only and any(source.tier != HOST for source in hit.sources):
             self.recorder.missed(name, MissReason.PENDING, tokens)
 
+    def _failed(self, name: str, reused: Mapping[str, int]) -> None:
+        """Count a failed load as one miss of the tokens that it was to bring.
+
+        ``reused`` are all tokens that the request was to reuse. Those of a blend are not a load's.
+        """
+        tokens = sum(tokens for source, tokens in reused.items() if source != "blend")
+        self.recorder.failed(name, tokens)
+
     # -- saves ------------------------------------------------------------------------------
 
     def _save(
@@ -224,7 +232,8 @@ class SchedulerCore(Generic[F]):
         """
         self.manager.complete(report)
         released = self._users.ended(report)
-        if released and (saved := self._saved.pop(report.graph_id, None)) is not None:
+        saved = self._saved.pop(report.graph_id, None) if released else None
+        if saved is not None and not report.failed:
             self._learn(saved)
         if RowError.REFUSED in report.failed.values():
             self.disable("a worker refused its work")
@@ -248,6 +257,7 @@ class SchedulerCore(Generic[F]):
         """
         self.manager.clear()
         self.namespaces.renew()
+        self._saved.clear()  # what is being copied is not learned after this
         if self._fusion is not None:
             self._fusion.chunks.forget()
         self._stop_running()

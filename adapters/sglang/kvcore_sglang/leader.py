@@ -349,7 +349,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         """Handle failed loads of requests: they are computed and not looked up again."""
         for rid in rids:
             self._refused[rid] = None
-            self.recorder.failed(rid, sum(self._served.pop(rid, {}).values()))
+            self._failed(rid, self._served.pop(rid, {}))
             if self._fusion is not None:
                 self._fusion.refuse(rid)
         while len(self._refused) > SERVED_KEPT:

@@ -286,9 +286,16 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
 
     def lose(self, request_id: int, parked: bool) -> None:
         """Mark a request whose promise cannot be kept: it must not answer."""
-        self._lost.add(request_id)
+        self._mark_lost(request_id)
         if parked:
             self._plan.lost_loads.append(request_id)
+
+    def _mark_lost(self, request_id: int) -> None:
+        """Note that promised KV of a request will not come. It is counted once."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None and request_id not in self._lost:
+            self._failed(str(request_id), tracked.reused)
+        self._lost.add(request_id)
 
     def _load(self, tracked: Tracked, pages: PageTables, lane: Lane) -> TransferGraph:
         promise = tracked.promise
@@ -365,7 +372,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             return
         if not tracked.pages:  # its start was not reported: its page table is not known
             if tracked.promise is not None or tracked.blend is not None:
-                self._lost.add(data.request_id)
+                self._mark_lost(data.request_id)
             return
         self._take(tracked, data)
         self._save_computed(tracked)
@@ -481,12 +488,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     def _load_failed(self, request_id: int, report: OpReport) -> None:
         if set(report.failed.values()) == {RowError.CANCELLED}:
             return  # the request was aborted
-        first = request_id not in self._lost
-        self._lost.add(request_id)
-        tracked = self._requests.get(request_id)
-        if first and tracked is not None:
-            lost = sum(n for tier, n in tracked.reused.items() if tier != "blend")
-            self.recorder.failed(str(request_id), lost)
+        self._mark_lost(request_id)
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
 
     def last_plan(self, why: str) -> StepPlan:
@@ -497,7 +499,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         """
         made, self._plan = self._plan, StepPlan()
         parked = [*(request_id for request_id, _ in made.async_loads), *made.lost_loads]
-        self._lost.update(parked)
+        for request_id in parked:
+            self._mark_lost(request_id)
         pairs = (*made.async_loads, *made.early_saves, *made.late_saves)
         planned = {graph.graph_id for _, graph in pairs}
         planned |= {graph.graph_id for graph in made.sync_loads}

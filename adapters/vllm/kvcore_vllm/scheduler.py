@@ -451,11 +451,11 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     # -- identity ---------------------------------------------------------------------------
 
     def _track(self, request: Request) -> Tracked | None:
+        if self.disabled:
+            return None
         tracked = self._requests.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if self.disabled:
-            return None
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None  # prompt embeddings have no token ids to make keys of
         if request.pooling_params is not None:

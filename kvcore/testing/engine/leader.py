@@ -372,7 +372,7 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         if (tracked := self._tracked.get(request.request_id)) is not None:
             tracked.attempts += 1
             tracked.memo = PlanMemo()  # the next attempt is planned afresh
-            self.recorder.failed(str(request.request_id), sum(request.reused.values()))
+            self._failed(str(request.request_id), request.reused)
 
     def save(self, request: Request) -> None:
         """Save the computed blocks. Call after the forward that computed them has ended."""

@@ -135,6 +135,14 @@ def test_who_joined_a_read_that_fails_computes_as_well(rig: JoiningRig, why: Row
     assert rig.ask("b") == (0, False)
 
 
+def test_a_request_that_waits_is_not_served_once_kvcore_is_off(rig: JoiningRig) -> None:
+    rig.ask("a")
+    rig.load("a")
+    assert rig.ask("b") == (None, False), "it waits for the load of the other"
+    rig.side.disable("a worker refused its work")
+    assert rig.ask("b") == (0, False)
+
+
 def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: JoiningRig) -> None:
     """Not with those that the engine held itself."""
     rig.requests["a"] = request("a")

@@ -159,6 +159,28 @@ def test_tokens_are_learned_once_they_are_copied(leader: Leader, chunks: Chunks)
     assert chunks.learned == [(0, 3, PROMPT)] * 2
 
 
+def test_tokens_of_a_failed_save_are_not_learned(leader: Leader, chunks: Chunks) -> None:
+    graph = leader.save([3, 4, 5, 6])
+    assert graph is not None
+    leader.end(graph, RowError.IO)
+    assert chunks.learned == []
+    leader.check_integrity()
+
+
+def test_tokens_are_not_learned_after_a_clear(leader: Leader, chunks: Chunks) -> None:
+    """The copy has ended, and its report comes after the clear that erased all tokens."""
+    graph = leader.save([3, 4, 5, 6])
+    assert graph is not None
+    leader.clear()
+    leader.end(graph)
+    assert chunks.learned == []
+
+
+def test_a_blends_tokens_are_not_a_loads(leader: Leader) -> None:
+    leader._failed("r", {"host": 32, "disk": 16, "blend": 200})
+    assert leader.counted("kvcore_lookup_tokens_total") == {"miss|": 48}
+
+
 def test_tokens_that_do_not_determine_the_kv_are_not_learned(
     leader: Leader, chunks: Chunks
 ) -> None:
