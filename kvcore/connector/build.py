@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
-from kvcore.connector.fusion_scheduler import FusionScheduler
+from kvcore.connector.fusion_scheduler import FusionScheduler, FusionTraits
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
 from kvcore.connector.scheduler import SchedulerParts
 from kvcore.explain.recorder import RequestRecorder
@@ -36,10 +36,12 @@ from kvcore.runtime import build as runtime
 from kvcore.runtime.build import LeaderParts, WorkerParts
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Rates
+from kvcore.transfer.plan import layer_steps
 
 __all__ = [
     "LeaderParts",
     "WorkerParts",
+    "build_fusion_scheduler",
     "build_fusion_worker",
     "build_leader",
     "build_planner",
@@ -127,6 +129,29 @@ def _join(config: Config, model: ModelDescription, transport: Transport) -> Lead
     if config.events.endpoint or config.events.nats:
         _log.info("block events are published by the kvcore server, which has the tiers")
     return LeaderParts(manager, metrics, (), plugins, [manager.close])
+
+
+def build_fusion_scheduler(
+    kind: type[F],
+    config: Config,
+    model: ModelDescription,
+    parts: LeaderParts,
+    traits: FusionTraits,
+    policy: FusionPolicy | None = None,
+    *,
+    layerwise: bool = True,
+) -> F:
+    """Build what plans blends for an engine; ``layerwise`` tells whether chunks arrive by layer."""
+    return kind(
+        config,
+        model.shape.nbytes,
+        parts.manager,
+        runtime.segments_of(config, model, parts.manager),
+        layer_steps(model.shape.layers) if layerwise else [],
+        parts.metrics,
+        traits,
+        policy if config.fusion.adaptive else None,
+    )
 
 
 def build_policy(

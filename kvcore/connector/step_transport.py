@@ -25,14 +25,14 @@ class Quorum:
         self._ranks = ranks
         self._partial: dict[tuple[int, int], tuple[int, dict[int, RowError]]] = {}
 
-    def add(self, report: OpReport, ranks: int = 1) -> OpReport | None:
-        """Add a report that covers ``ranks`` ranks.
+    def add(self, report: OpReport) -> OpReport | None:
+        """Add a rank's report.
 
         Returns the merged report if all ranks have now ended the op, else None.
         """
         place = (report.graph_id, report.op_id)
         seen, failed = self._partial.pop(place, (0, {}))
-        seen, failed = seen + ranks, {**failed, **report.failed}
+        seen, failed = seen + 1, {**failed, **report.failed}
         if seen < self._ranks:
             self._partial[place] = (seen, failed)
             return None
@@ -104,8 +104,8 @@ class Outbox:
         ready, self._ready = self._ready, []
         return ready
 
-    def deliver(self, report: OpReport, ranks: int = 1) -> None:
-        """Add a worker's report, which covers ``ranks`` ranks."""
-        whole = self._quorum.add(report, ranks)
+    def deliver(self, report: OpReport) -> None:
+        """Add a worker's report."""
+        whole = self._quorum.add(report)
         if whole is not None:
             self._ready.append(whole)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcore.config import Config
 from kvcore.connector.build import (
     LeaderParts,
+    build_fusion_scheduler,
     build_fusion_worker,
     build_leader,
     build_policy,
@@ -21,10 +22,8 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.rope import Rope
-from kvcore.runtime.build import segments_of
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import ForwardPart
-from kvcore.transfer.plan import layer_steps
 from kvcore_sglang.describe import Served
 from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
@@ -146,13 +145,5 @@ def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> Sglang
         hidden=int(served.checkpoint.text["hidden_size"]),
         device=served.pool.view.tensors[0].device.type,
     )
-    return SglangFusionScheduler(
-        config,
-        model.shape.nbytes,
-        parts.manager,
-        segments_of(config, model, parts.manager),
-        layer_steps(model.shape.layers),
-        parts.metrics,
-        FusionTraits(served.page_tokens, ends_at_page=True),
-        policy if config.fusion.adaptive else None,
-    )
+    traits = FusionTraits(served.page_tokens, ends_at_page=True)
+    return build_fusion_scheduler(SglangFusionScheduler, config, model, parts, traits, policy)

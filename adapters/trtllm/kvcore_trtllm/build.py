@@ -12,8 +12,6 @@ from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
-from kvcore.runtime.build import segments_of
-from kvcore.transfer.plan import layer_steps
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_trtllm import engine
 from kvcore_trtllm.describe import whole
@@ -138,17 +136,8 @@ def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Lea
         worker.open(parts.open_tiers)
     fusion = None
     if worker.blends is not None:
-        segments = segments_of(config, model, parts.manager)
-        steps = layer_steps(model.shape.layers)
-        fusion = TrtllmFusionScheduler(
-            config,
-            model.shape.nbytes,
-            parts.manager,
-            segments,
-            steps,
-            parts.metrics,
-            FusionTraits(memory.groups[0].page_tokens, promises=True),
-        )
+        traits = FusionTraits(memory.groups[0].page_tokens, promises=True)
+        fusion = build.build_fusion_scheduler(TrtllmFusionScheduler, config, model, parts, traits)
     leader = Leader(
         config,
         model,

@@ -13,6 +13,7 @@ from kvcore.config import Config
 from kvcore.connector.build import (
     LeaderParts,
     WorkerParts,
+    build_fusion_scheduler,
     build_fusion_worker,
     build_leader,
     build_planner,
@@ -33,8 +34,6 @@ from kvcore.memory.layout import KVView
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
-from kvcore.runtime.build import segments_of
-from kvcore.transfer.plan import layer_steps
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
@@ -119,15 +118,10 @@ def _fusion_leader(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return None
-    return VllmFusionScheduler(
-        config,
-        model.shape.nbytes,
-        parts.manager,
-        segments_of(config, model, parts.manager),
-        layer_steps(model.shape.layers) if config.vllm.layerwise else [],
-        parts.metrics,
-        FusionTraits(model.groups[0].page_tokens),
-        pace if config.fusion.adaptive else None,
+    traits = FusionTraits(model.groups[0].page_tokens)
+    layerwise = config.vllm.layerwise
+    return build_fusion_scheduler(
+        VllmFusionScheduler, config, model, parts, traits, pace, layerwise=layerwise
     )
 
 

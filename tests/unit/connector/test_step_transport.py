@@ -119,13 +119,6 @@ def test_an_op_is_reported_once_when_all_ranks_ended_it(data: st.DataObject, ran
     assert len(quorum) == 0
 
 
-def test_a_report_may_speak_for_several_ranks() -> None:
-    quorum = Quorum(4)
-    assert quorum.add(OpReport(1, 0), 3) is None
-    assert len(quorum) == 1
-    assert quorum.add(OpReport(1, 0, {2: RowError.IO})) == OpReport(1, 0, {2: RowError.IO})
-
-
 def test_an_outbox_passes_reports_on_once() -> None:
     outbox = Outbox(ranks=2)
     outbox.deliver(OpReport(1, 0))
