@@ -290,7 +290,7 @@ def test_what_this_machine_lacks_is_told(network: Network, monkeypatch: pytest.M
         with pytest.raises(UnsupportedError, match="sch_netem"):
             network["a"].slow(**shape)
     by_process = Facts("as root", rate=True, netem=False, tap=True)
-    assert "by a process" in str(by_process)
+    assert "a process delays" in str(by_process)
     assert str(by_process._replace(netem=True)) == "network namespaces, as root"
 
 

@@ -146,7 +146,7 @@ def test_a_keeper_does_not_keep_its_makers_namespace() -> None:
         check=False,
     )
     assert done.returncode == 1
-    assert "must have one of its own" in done.stderr
+    assert "start it in one of its own" in done.stderr
 
 
 def test_the_machine_itself_is_not_touched(network: Network) -> None:
