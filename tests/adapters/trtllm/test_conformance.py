@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 from kvcore.testing.conformance import Driver, find_driver  # after the skip
 from kvcore.testing.conformance.suite import ConformanceSuite
 
+pytestmark = pytest.mark.slow  # a model runs in the harness
+
 
 @pytest.mark.engine
 class TestHarness(ConformanceSuite):

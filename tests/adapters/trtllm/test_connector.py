@@ -18,6 +18,8 @@ from kvcore.worker import worker as kvcore_worker  # after the skip
 from kvcore_trtllm.testing import Limits, installed
 from support.trtllm_harness import ANSWER, BLOCK, Make, leader, loaded, settle, tokens
 
+pytestmark = pytest.mark.slow  # a model runs in the harness
+
 # --- equality ---------------------------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from kvcore.errors import TransferError
 from kvcore_trtllm.testing import Limits, State
 from support.trtllm_harness import ANSWER, Make, leader, loaded, settle, tokens
 
+pytestmark = pytest.mark.slow  # a model runs in the harness
+
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -39,6 +39,8 @@ from kvcore_trtllm.salt import PREFIX, fusion_salt, read_salt
 from kvcore_trtllm.testing import HarnessArgs, Limits, installed, modules
 from support import trtllm_parts
 
+pytestmark = pytest.mark.slow  # a model runs in the harness
+
 
 @pytest.fixture
 def kit(tmp_path: Path) -> Iterator[Kit]:

@@ -25,6 +25,8 @@ from kvcore_trtllm.testing.standins import (
 )
 from support.trtllm_harness import tokens
 
+pytestmark = pytest.mark.slow  # a model runs in the harness
+
 ANSWER = 8
 
 
