@@ -12,6 +12,7 @@ promised, and which pages and hooks the engine has.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,7 @@ class _Saved(NamedTuple):
     tokens: Tokens
 
 
-class SchedulerCore(Generic[F]):
+class SchedulerCore(ABC, Generic[F]):
     """The base of an engine's leader. Engine's scheduling thread only; no call does I/O."""
 
     def __init__(
@@ -262,9 +263,9 @@ class SchedulerCore(Generic[F]):
             self._fusion.chunks.forget()
         self._stop_running()
 
+    @abstractmethod
     def _stop_running(self) -> None:
         """Stop loads and saves of the requests that are known now."""
-        raise NotImplementedError
 
     def _show_tiers(self) -> None:
         """Update the gauges of the tiers."""

@@ -141,7 +141,7 @@ UNSCALED = Unscaled()
 
 
 class Pairing(str, Enum):
-    """Which two of ``n`` rotated dimensions form pair ``i``."""
+    """Return which two of ``n`` rotated dimensions form pair ``i``."""
 
     NEOX = "neox"  # i and i + n/2: the two halves
     GPTJ = "gptj"  # 2i and 2i + 1: interleaved

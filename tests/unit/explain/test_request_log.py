@@ -235,7 +235,7 @@ def test_what_else_it_would_have_taken_is_told_without_a_planner(engine: Referen
 
 
 class Weigher:
-    """As `LoadAdvisor`: loads take a second, and computing 10 ms a token that they brought."""
+    """Stands for `LoadAdvisor`. A load takes 1 s; computing takes 10 ms a token."""
 
     def ask(self, hit: Hit, tokens: int, computed: int) -> PlanRequest:
         return PlanRequest(tokens, computed, (), {})
