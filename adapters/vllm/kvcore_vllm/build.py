@@ -77,6 +77,7 @@ def build_scheduler_side(
         device=str(vllm_config.device_config.device_type),
         recorder=recorder,
     )
+    in_step = _recovers_in_step(vllm_config)
     planning = None
     if pace is not None:
         planning = build_planner(
@@ -86,7 +87,7 @@ def build_scheduler_side(
             pace.rates,
             recorder,
             min_load_tokens=settings.min_load_tokens,
-            layerwise=settings.layerwise,
+            layerwise=settings.layerwise and in_step,
         )
     fusion = _fusion_leader(config, vllm_config, model, parts, pace)
     side = SchedulerSide(
@@ -99,8 +100,18 @@ def build_scheduler_side(
         handover=Handover(
             vllm_config.kv_transfer_config.kv_role, settings.promise_s, parts.manager
         ),
+        in_step=in_step,
     )
     return side
+
+
+def _recovers_in_step(vllm_config: VllmConfig) -> bool:
+    """Return True if vLLM recovers from a failed load that is part of a step.
+
+    It takes such a request back in the failed step alone. That is wrong if another step was already
+    planned on top of it, and on Model Runner V2, whose device keeps the position it had.
+    """
+    return vllm_config.max_concurrent_batches == 1 and not vllm_config.use_v2_model_runner
 
 
 def _fusion_leader(

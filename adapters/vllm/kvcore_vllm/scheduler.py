@@ -3,10 +3,15 @@
 The calls for one request:
 
     get_num_new_matched_tokens ─▶ keys, match            (no side effect except hashing)
-    update_state_after_alloc   ─▶ load graph             (sync or async, by tier and size)
+    update_state_after_alloc   ─▶ load graph, or blend   (part of the step, or between steps)
     build_connector_meta       ─▶ save graphs of the blocks that this step completes, fences, plan
     update_connector_output    ─▶ publish ended transfers; after a failed load, one more lookup
     request_finished           ─▶ save of the last full blocks
+
+vLLM recovers from a failed load between steps in every configuration: the request is scheduled only
+when the load has ended. It recovers from a failed load that is part of a step only if no further
+step was planned on top of it. Blends, and every load that vLLM could not recover from, therefore
+run between steps.
 
 The scheduler may give a page to another request while a save still reads it. The plan of such a
 step names the save in its fence, and the worker waits for it before anything writes to the page.
@@ -26,7 +31,7 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import CapacityError
+from kvcore.errors import KVCoreError, TransferError
 from kvcore.manager import HOST, Event, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import PlanMemo
@@ -35,11 +40,12 @@ from kvcore.model.identity import lora_identity
 from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
+from kvcore.transfer.graph import TransferGraph
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
-from kvcore_vllm.tracked import Tracked
+from kvcore_vllm.tracked import Offer, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -54,7 +60,10 @@ NULL_PAGE = 0
 
 
 class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
-    """The leader of one engine core. Called from vLLM's scheduling loop only; no call does I/O."""
+    """The leader of one engine core. Called from vLLM's scheduling loop only; no call does I/O.
+
+    ``in_step`` is True if vLLM recovers from a failed load that is part of a step.
+    """
 
     def __init__(
         self,
@@ -65,6 +74,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         open_tiers: dict[str, dict[str, Any]],
         policy: FusionPolicy | None = None,
         handover: Handover | None = None,
+        in_step: bool = True,
     ) -> None:
         settings = config.vllm
         traits = SchedulerTraits(
@@ -72,6 +82,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             min_load_tokens=settings.min_load_tokens,
             layerwise=settings.layerwise,
         )
+        self._in_step = in_step
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
@@ -103,12 +114,12 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         matched = min(hit.depth * self._block, request.num_tokens - 1)
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
         self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
-        tracked.hit, tracked.matched_tokens = hit, matched
+        tracked.hit, tracked.offer = hit, None
         gain = matched - computed
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
-                return blended, False
+                return blended, blended is not None
         if gain < self._traits.min_load_tokens:
             self._missed_little(name, hit, gain, request.num_tokens, request.num_tokens - 1)
             return 0, False
@@ -117,7 +128,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             self.recorder.planned(name, plan, gain)
             if plan.action is Action.RECOMPUTE:
                 return 0, False
-            tracked.matched_tokens = matched = plan.stop
+            matched = plan.stop
             gain = matched - computed
         first, last = self._blocks(computed, matched)
         ready = self._readiness(tracked, hit, first, last)
@@ -127,7 +138,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if ready is Readiness.NEVER:
             self.recorder.missed(name, MissReason.BUSY, gain)
             return 0, False
-        return gain, not self._loads_in_step(hit, first, last)
+        in_step = self._loads_in_step(hit, first, last)
+        tracked.offer = Offer(computed, matched, matched, in_step)
+        return gain, not in_step
 
     def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
         """Return whether to load now, later or not at all.
@@ -173,17 +186,17 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         first, last = self._blocks(computed, exact)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
-        tracked.matched_tokens = exact
+        tracked.offer = Offer(computed, plan.stop, exact, blend=plan)
         fusion.mark(tracked.request, fusing, plan)
         return plan.stop - computed
 
     def _loads_in_step(self, hit: Hit, first: int, last: int) -> bool:
-        """Return True if the load is part of the step, because it cannot fail and is short.
+        """Return True if the load is part of the step: it is short, and vLLM recovers from it.
 
         Blocks on a medium that can fail are loaded between steps. vLLM then recomputes the blocks
         that did not arrive, before another request can share their pages.
         """
-        if not self._model.single_group:
+        if not self._in_step or not self._model.single_group:
             return False  # vLLM accepts failed pages of one group only
         from_host = set(hit.blocks_by_tier(first, last)) <= {HOST}
         nbytes = (last - first) * self._model.shape.nbytes
@@ -192,81 +205,98 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
-        """Plan the load of ``external`` tokens into the pages that vLLM has allocated."""
+        """Plan the load of ``external`` tokens into the pages that vLLM has allocated.
+
+        vLLM may take fewer tokens than were offered, and may take an offer up in a later step. A
+        request whose load cannot be planned is told as failed, and vLLM computes it.
+        """
+        if external == 0:
+            return
         tracked = self._requests.get(request.request_id)
-        if external == 0 or tracked is None or tracked.hit is None:
-            return
-        fusing = tracked.fusing
-        if fusing is not None and fusing.due:
-            self._launch_blend(tracked, fusing, blocks, external)
-            return
-        start_token = tracked.matched_tokens - external
-        first, last = self._blocks(start_token, tracked.matched_tokens)
-        in_step = self._loads_in_step(tracked.hit, first, last)
-        units = self._paging.units(blocks.get_block_ids(), first, last, start_token)
+        offer = None
+        if tracked is not None:
+            offer, tracked.offer = tracked.offer, None
+            tracked.waits = offer is None or not offer.in_step
+        try:
+            if tracked is None or offer is None or external > offer.stop - offer.start:
+                raise TransferError(f"vLLM counts on {external} tokens, and was offered {offer}")
+            if offer.blend is None:
+                self._launch_load(tracked, offer, blocks.get_block_ids(), external)
+            elif tracked.fusing is not None and tracked.fusing.due:
+                self._launch_blend(tracked, tracked.fusing, offer, blocks.get_block_ids(), external)
+            else:
+                raise TransferError("the blend was offered in an earlier step")
+        except KVCoreError as error:
+            if offer is not None and offer.in_step:
+                raise  # the forward would read pages that nothing fills
+            # The workers know nothing of the load yet.
+            _log.warning("load refused request=%s: %s", request.request_id, error)
+            if tracked is not None:
+                tracked.may_load = False
+            self._plan.failed_loads.append(request.request_id)
+
+    def _launch_load(
+        self, tracked: Tracked, offer: Offer, pages: PageTables, external: int
+    ) -> None:
+        """Launch the load of the first ``external`` tokens of the offer into their pages."""
+        assert tracked.hit is not None
+        request_id, stop = tracked.request.request_id, offer.start + external
+        first, last = self._blocks(offer.start, stop)
+        units = self._paging.units(pages, first, last, offer.start)
         tracked.load_attempts += 1
         tracked.load_tokens = external
-        waiting = self._plan.async_loads
-        try:
-            graph = self.manager.launch_load(
-                tracked.hit,
-                first,
-                last,
-                units,
-                layers=self._layer_steps if in_step else (),
-                deadline_s=None if in_step else tracked.memo.deadline_s(self._deadline_s),
-                lane=self._plan.sync_loads.append
-                if in_step
-                else lambda graph: waiting.append((request.request_id, graph)),
-            )
-        except CapacityError as error:
-            # The workers know nothing of the load yet: report it as failed and recompute.
-            _log.warning("load refused request=%s: %s", request.request_id, error)
-            assert not in_step, "a load from host memory needs no slots"
-            tracked.may_load = False
-            self._plan.failed_loads.append(request.request_id)
-            return
-        if not in_step:
+        if offer.in_step:
+            layers, deadline_s = self._layer_steps, None
+            lane = self._plan.sync_loads.append
+        else:
+            layers, deadline_s = (), tracked.memo.deadline_s(self._deadline_s)
+            lane = self._lane_of(request_id, self._plan.async_loads)
+        graph = self.manager.launch_load(
+            tracked.hit, first, last, units, layers=layers, deadline_s=deadline_s, lane=lane
+        )
+        if not offer.in_step:
             tracked.load = graph.graph_id
         self._load_pages += self._paging.pages_of(units)
-        self._count_hit(tracked, tracked.hit, start_token)
+        tracked.reused = self._by_tier(tracked.hit, offer.start, stop)
+        self.recorder.loaded(request_id, tracked.reused, tracked.request.num_tokens - stop)
+        _log.debug(
+            "load request=%s tokens=%d..%d tiers=%s", request_id, offer.start, stop, tracked.reused
+        )
 
     def _launch_blend(
-        self, tracked: Tracked, fusing: VllmFusionRequest, blocks: KVCacheBlocks, external: int
+        self,
+        tracked: Tracked,
+        fusing: VllmFusionRequest,
+        offer: Offer,
+        pages: PageTables,
+        external: int,
     ) -> None:
         """Order the blend and the load of the exact tokens before it."""
-        [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
+        [group], plan, fusion = self._model.groups, offer.blend, self._fusion
         assert plan is not None
         assert fusion is not None
         assert tracked.hit is not None
-        pages = blocks.get_block_ids()[group.index]
-        computed = plan.stop - external
-        if plan.exact > computed:
-            first, last = self._blocks(computed, plan.exact)
-            units = self._paging.units(blocks.get_block_ids(), first, last, computed)
-            lane = self._plan.sync_loads.append
+        if external < offer.stop - offer.start:
+            raise TransferError(f"vLLM takes {external} tokens of a blend, which ends at {offer}")
+        tracked.load_tokens = offer.exact - offer.start
+        tracked.reused = {"blend": plan.reused}
+        if offer.exact > offer.start:
+            first, last = self._blocks(offer.start, offer.exact)
+            units = self._paging.units(pages, first, last, offer.start)
+            lane = self._lane_of(tracked.request.request_id, self._plan.blend_loads)
             self.manager.launch_load(
-                tracked.hit, first, last, units, layers=self._layer_steps, lane=lane
+                tracked.hit, first, last, units, layers=fusion.layer_steps, lane=lane
             )
             self._load_pages += self._paging.pages_of(units)
-        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages))
-        tracked.reused = {"blend": plan.reused}
-        if plan.exact > computed:
-            tracked.reused[HOST] = plan.exact - computed
-        missed = tracked.request.num_tokens - computed - sum(tracked.reused.values())
+            tracked.reused[HOST] = tracked.load_tokens
+        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages[group.index]))
+        missed = tracked.request.num_tokens - offer.start - sum(tracked.reused.values())
         self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
 
-    def _count_hit(self, tracked: Tracked, hit: Hit, start_token: int) -> None:
-        tracked.reused = self._by_tier(hit, start_token, tracked.matched_tokens)
-        missed = tracked.request.num_tokens - tracked.matched_tokens
-        self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
-        _log.debug(
-            "load request=%s tokens=%d..%d tiers=%s",
-            tracked.request.request_id,
-            start_token,
-            tracked.matched_tokens,
-            tracked.reused,
-        )
+    @staticmethod
+    def _lane_of(request_id: str, queue: list[tuple[str, TransferGraph]]) -> Lane:
+        """Return a lane that queues graphs with the request that waits for them."""
+        return lambda graph: queue.append((request_id, graph))
 
     def reused_by_tier(self, request_id: str) -> dict[str, int]:
         """Return the tokens of the request's last load, by tier."""
@@ -289,7 +319,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             page_tokens = self._model.groups[0].page_tokens
             limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
             self._fusion.end_step()
-        if self._policy is not None and is_prefill(output.num_scheduled_tokens.values()):
+        prefills = is_prefill(output.num_scheduled_tokens.values())
+        if self._policy is not None and prefills and not plan.blends:
             plan.timed = self._policy.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
         return KVCoreMetadata.of(plan)
@@ -376,7 +407,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def _load_ended(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.load = None
+            tracked.load, tracked.waits = None, False
             self.recorder.arrived(request_id)
 
     def _load_failed(self, request_id: str) -> None:
@@ -407,8 +438,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         record = self.recorder.ended(
             request.request_id, outcome(request), getattr(request, "trace_headers", None)
         )
-        if tracked.load is not None:  # aborted during its load: its pages hold no KV yet
-            self.manager.cancel(tracked.load)
+        if tracked.waits:  # aborted before its load or blend has ended
+            if tracked.load is not None:
+                self.manager.cancel(tracked.load)
             return None
         computed = min(request.num_computed_tokens, request.num_tokens)
         in_flight = getattr(request, "num_in_flight_tokens", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.manager import Hit
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.model.keys import Extra, KeyChain
@@ -13,7 +14,24 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Tracked"]
+__all__ = ["Offer", "Tracked"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The tokens [start, stop) of a request that the last answer to vLLM offered to load.
+
+    Attributes:
+        exact: the token up to which the hit is loaded. A blend makes what follows.
+        in_step: the load is part of the step.
+        blend: the plan of the blend, if there is one.
+    """
+
+    start: int
+    stop: int
+    exact: int
+    in_step: bool = False
+    blend: BlendPlan | None = None
 
 
 @dataclass
@@ -23,8 +41,9 @@ class Tracked:
     Attributes:
         extras: digests of its images and the like, which are part of its keys.
         hit: the last lookup, valid until the next one.
-        matched_tokens: the token up to which the last lookup can load.
-        load: the graph of an asynchronous load in flight.
+        offer: what the last lookup offered to load; None once vLLM has taken it up.
+        waits: the request waits for an asynchronous load or a blend: its pages hold no KV yet.
+        load: the graph of that load.
         load_attempts: the number of loads that were planned.
         load_tokens: the tokens of the last load.
         reused: the tokens of the last load or blend, by tier.
@@ -37,7 +56,8 @@ class Tracked:
     chain: KeyChain
     extras: tuple[Extra, ...]
     hit: Hit | None = None
-    matched_tokens: int = 0
+    offer: Offer | None = None
+    waits: bool = False
     load: int | None = None
     load_attempts: int = 0
     load_tokens: int = 0

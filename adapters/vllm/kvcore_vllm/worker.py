@@ -1,7 +1,7 @@
 """The data plane inside a vLLM worker: it carries out step plans around the model's forward.
 
 handle_preemptions    waits for fences, starts loads and early saves    (before the forward)
-start_load_kv         makes blends
+start_load_kv         makes blends               (before the forward if the step has sync loads)
 wait_for_layer_load   waits until the sync loads have copied a layer
 wait_for_save         starts late saves                                 (after the forward)
 get_transfer_results  returns async loads that ended; an empty step waits briefly for one
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 
 from kvcore.connector.forward_timer import ForwardTimer
-from kvcore.connector.fusion_messages import pages_made
+from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
 from kvcore.connector.worker import Load, StepWorker
@@ -27,8 +27,8 @@ IDLE_WAIT_S = 0.002
 """Longest wait of a step without tokens for a transfer to end, in seconds, instead of spinning."""
 
 TAINTED_STEPS = 3
-"""Steps whose saves are dropped after a sync load or a blend failed: the step itself, and the steps
-that the scheduler had already planned on top of it."""
+"""Steps whose saves are dropped after a sync load failed: the step itself, and the steps that the
+scheduler had already planned on top of it."""
 
 
 class WorkerConnector(StepWorker[str]):
@@ -54,6 +54,8 @@ class WorkerConnector(StepWorker[str]):
         self._clock = clock
         self._plan = StepPlan()
         self._sync: list[Load[str]] = []
+        self._prefixes: dict[str, Load[str]] = {}  # exact tokens before a blend, by request
+        self._made: list[BlendReport] = []
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
@@ -79,33 +81,34 @@ class WorkerConnector(StepWorker[str]):
         for request_id, graph in plan.async_loads:
             self._expect(graph, request_id)
             self._submit(graph)
+        for request_id, graph in plan.blend_loads:
+            self._prefixes[request_id] = self._expect(graph)
+            self._submit(graph)
         for graph in itertools.chain(plan.fetches, plan.spills):
             self._submit(graph)
         self._begin_blends(self._blends, plan.blends)
-        if not plan.blends:  # without loads vLLM's next call comes when the forward is launched
-            self._start_clock()
+        if plan.timed and not self._sync:  # without loads the next call is the forward's launch
+            self._clock.start(plan.timed)
 
     def blend(self) -> None:
-        """Carry out the step's blends. Blocks. Does nothing the second time in a step."""
+        """Carry out the step's blends. Blocks. Does nothing the second time in a step.
+
+        Requests wait for their blends as for async loads. One whose blend failed is told as failed.
+        """
         orders, self._plan.blends = self._plan.blends, []
         if not orders:
             return
-        pages = self._blends.run(lambda layer: self._wait_layer(self._sync, layer))
-        for order in self._lose(orders):
-            pages += pages_made(order, self._page_tokens[0])
-        if pages:
-            self._spoil(pages)
-        self._start_clock()
-
-    def _spoil(self, pages: list[int]) -> None:
-        """Record pages of this step that were not filled: what is computed from them is wrong."""
-        self._tainted = TAINTED_STEPS
-        self._bad_pages.update(pages)
-
-    def _start_clock(self) -> None:
-        """Start to time the forward, if the plan asks for it and the forward waits for no load."""
-        if self._plan.timed and not self._sync:
-            self._clock.start(self._plan.timed)
+        prefixes, self._prefixes = self._prefixes, {}
+        self._blends.run(lambda layer: self._wait_layer(list(prefixes.values()), layer))
+        self._lose(orders)
+        for request_id, load in prefixes.items():
+            self._settle(load)
+            if load.failed:
+                self._lost.add(request_id)
+        reports = self.take_blends()
+        self._made += reports
+        self._finished.update(report.request_id for report in reports)
+        self._failed.update(report.request_id for report in reports if not report.ok)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Block until every sync load has copied the layer of this name, or has failed."""
@@ -148,7 +151,7 @@ class WorkerConnector(StepWorker[str]):
         return pages
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose async load has ended, and those of them whose load failed.
+        """Return the requests whose async load or blend has ended, and those for which it failed.
 
         Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one.
         """
@@ -160,7 +163,7 @@ class WorkerConnector(StepWorker[str]):
         return finished, failed
 
     def take_bad_pages(self) -> set[int]:
-        """Return and forget the scheduler blocks that a sync load or a blend left unfilled."""
+        """Return and forget the scheduler blocks that a sync load left unfilled."""
         pages, self._bad_pages = self._bad_pages, set()
         return pages
 
@@ -168,7 +171,8 @@ class WorkerConnector(StepWorker[str]):
         """Return what ended since the last call, for the scheduler, or None if nothing did."""
         self._collect()
         reports = self._take_reports()
-        blends, forwards, profile = self.take_blends(), self._clock.take(), self.take_profile()
+        blends, self._made = self._made, []
+        forwards, profile = self._clock.take(), self.take_profile()
         if not (reports or blends or forwards or profile):
             return None
         return StepReport(reports, self.metrics.delta(), blends, forwards, profile)
@@ -178,5 +182,6 @@ class WorkerConnector(StepWorker[str]):
             self._finished.add(load.request_id)
             if load.failed:
                 self._failed.add(load.request_id)
-        elif load.failed and load in self._sync:
-            self._spoil(self._unfilled(load))
+        elif load.failed and load in self._sync:  # what the step computes from its pages is wrong
+            self._tainted = TAINTED_STEPS
+            self._bad_pages.update(self._unfilled(load))

@@ -2,97 +2,22 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 
 from kvcore.config import load_config
 from kvcore.connector.fusion_scheduler import FusionTraits
-from kvcore.connector.scheduler import SchedulerParts
-from kvcore.connector.step_transport import Outbox
-from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
-from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import Backing, KVManager, TransferOptions
-from kvcore.model.keys import KeyChain
-from kvcore.model.shape import BlockShape
-from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.graph import RowError, TransferGraph
 from kvcore_vllm import scheduler
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler
-from kvcore_vllm.scheduler import SchedulerSide
-
-BLOCK, LAYERS = 16, 4
-SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
-MODEL = ModelDescription(SHAPE, (LayerGroup(0, BLOCK, tuple(range(LAYERS))),), b"f" * 32, 1)
-PROMPT = list(range(1, 402))
-PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
-
-
-def request(name: str) -> Any:
-    return SimpleNamespace(
-        request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
-        prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, mm_features=[],
-        _all_token_ids=PROMPT, lora_request=None, cache_salt=None, kv_transfer_params=None,
-    )  # fmt: skip
-
-
-class JoiningRig:
-    """A scheduler side with ``PROMPT`` on disk, and time that stands still."""
-
-    def __init__(self, host: int = 64) -> None:
-        self.now = 0.0
-        self.requests: dict[str, Any] = {}
-        self.index = BlockIndex([TierSpec("host", host), TierSpec("disk", 64)])
-        self.outbox = Outbox(1)
-        self.config = load_config(None, {})
-        self.manager = KVManager(
-            self.index,
-            self.outbox,
-            backing=[Backing("disk")],
-            options=TransferOptions(range(100, 104)),
-        )
-        metrics, recorder = Metrics("leader"), RequestRecorder()
-        recorder.count_in(metrics)
-        parts = SchedulerParts[Any](
-            manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
-        )
-        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
-        self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
-        self.chain.extend(PROMPT)
-        self.space = self.chain.namespace.digest
-        self.index.lifecycle.commit(
-            self.index.lifecycle.reserve("disk", self.chain.keys, 0, 25, self.space)
-        )
-
-    def ask(self, name: str) -> Any:
-        asked = self.requests.setdefault(name, request(name))
-        return self.side.get_num_new_matched_tokens(asked, 0)
-
-    def load(self, name: str) -> TransferGraph:
-        """As vLLM does with what was promised."""
-        before = len(self.side._plan.async_loads)
-        self.side.update_state_after_alloc(self.requests[name], PAGES, 400)
-        loads = self.side._plan.async_loads
-        assert len(loads) == before + 1
-        return loads[-1][1]
-
-    def end(self, graph: TransferGraph, why: RowError | None = None) -> None:
-        """Every op of it ends: well, or none that reads does, and what waits for it neither."""
-        for op in graph.ops:
-            reason = why if op.path.reads_tier else RowError.CANCELLED
-            failed = {} if why is None else dict.fromkeys(range(*op.rows), reason)
-            self.manager.complete(OpReport(graph.graph_id, op.op_id, failed))
-        self.index.check_integrity()
+from support.vllm_leader import BLOCK, PAGES, SHAPE, LeaderRig, request
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> JoiningRig:
-    made = JoiningRig()
+def rig(monkeypatch: pytest.MonkeyPatch) -> LeaderRig:
+    made = LeaderRig()
     monkeypatch.setattr(scheduler.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
     return made
 
@@ -101,7 +26,7 @@ def reads(graph: TransferGraph) -> int:
     return sum(op.rows.size for op in graph.ops if op.path.reads_tier)
 
 
-def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: JoiningRig) -> None:
+def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: LeaderRig) -> None:
     assert rig.ask("a") == (400, True)
     first = rig.load("a")
     assert reads(first) == 25
@@ -113,7 +38,7 @@ def test_what_another_is_reading_is_waited_for_and_comes_from_host_memory(rig: J
     assert rig.side._requests["b"].hit.blocks_by_tier() == {"host": 25}  # type: ignore[union-attr]
 
 
-def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: JoiningRig) -> None:
+def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: LeaderRig) -> None:
     rig.ask("a")
     first = rig.load("a")
     assert rig.ask("b") == (None, False)
@@ -126,7 +51,7 @@ def test_who_joined_a_read_that_is_aborted_reads_by_itself(rig: JoiningRig) -> N
 
 
 @pytest.mark.parametrize("why", [RowError.CORRUPT, RowError.IO])
-def test_who_joined_a_read_that_fails_computes_as_well(rig: JoiningRig, why: RowError) -> None:
+def test_who_joined_a_read_that_fails_computes_as_well(rig: LeaderRig, why: RowError) -> None:
     """What is rotten is held no more, and a disk that fails is left alone."""
     rig.ask("a")
     first = rig.load("a")
@@ -135,7 +60,7 @@ def test_who_joined_a_read_that_fails_computes_as_well(rig: JoiningRig, why: Row
     assert rig.ask("b") == (0, False)
 
 
-def test_a_request_that_waits_is_not_served_once_kvcore_is_off(rig: JoiningRig) -> None:
+def test_a_request_that_waits_is_not_served_once_kvcore_is_off(rig: LeaderRig) -> None:
     rig.ask("a")
     rig.load("a")
     assert rig.ask("b") == (None, False), "it waits for the load of the other"
@@ -143,7 +68,7 @@ def test_a_request_that_waits_is_not_served_once_kvcore_is_off(rig: JoiningRig) 
     assert rig.ask("b") == (0, False)
 
 
-def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: JoiningRig) -> None:
+def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: LeaderRig) -> None:
     """Not with those that the engine held itself."""
     rig.requests["a"] = request("a")
     external, _ = rig.side.get_num_new_matched_tokens(rig.requests["a"], 48)
@@ -155,7 +80,7 @@ def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: JoiningR
     assert counts["kvcore_lookup_tokens_total"]["miss|"] == 1 + 352
 
 
-def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: JoiningRig) -> None:
+def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderRig) -> None:
     rig.ask("a")
     first = rig.load("a")
     assert rig.ask("b") == (None, False)
@@ -169,7 +94,7 @@ def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: Joining
 
 def test_what_passes_through_is_nobodys_to_join() -> None:
     """Host memory has no room to keep it."""
-    rig = JoiningRig(host=1)
+    rig = LeaderRig(host=1)
     rig.index.pin("host", _fill(rig))
     assert rig.ask("a") == (400, True)
     first = rig.load("a")
@@ -178,7 +103,7 @@ def test_what_passes_through_is_nobodys_to_join() -> None:
     assert rig.ask("b") == (400, True)
 
 
-def _fill(rig: JoiningRig) -> bytes:
+def _fill(rig: LeaderRig) -> bytes:
     key = b"k" * 16
     rig.index.lifecycle.commit(rig.index.lifecycle.reserve("host", [key], 0, 1, rig.space))
     return key
@@ -190,7 +115,7 @@ def _fill(rig: JoiningRig) -> bytes:
 class Blends:
     """Fetches of one chunk, the first 64 tokens of the prompt on disk."""
 
-    def __init__(self, rig: JoiningRig) -> None:
+    def __init__(self, rig: LeaderRig) -> None:
         self.rig = rig
         settings = load_config(None, {"fusion": {"enabled": True, "min_tokens": 16}})
         self.fusion = VllmFusionScheduler(
@@ -218,11 +143,11 @@ class Blends:
 
 
 @pytest.fixture
-def blends(rig: JoiningRig) -> Blends:
+def blends(rig: LeaderRig) -> Blends:
     return Blends(rig)
 
 
-def test_a_chunk_that_another_is_fetching_is_joined(rig: JoiningRig, blends: Blends) -> None:
+def test_a_chunk_that_another_is_fetching_is_joined(rig: LeaderRig, blends: Blends) -> None:
     first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)
     assert blends.fetch(second) == [], "it is not read twice"
@@ -235,7 +160,7 @@ def test_a_chunk_that_another_is_fetching_is_joined(rig: JoiningRig, blends: Ble
 
 
 def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(
-    rig: JoiningRig, blends: Blends
+    rig: LeaderRig, blends: Blends
 ) -> None:
     first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)
@@ -250,7 +175,7 @@ def test_a_chunk_whose_fetch_was_aborted_is_fetched_by_who_joined(
 
 
 def test_a_fetch_that_hangs_is_joined_no_longer_than_ones_own(
-    rig: JoiningRig, blends: Blends
+    rig: LeaderRig, blends: Blends
 ) -> None:
     first, second = (VllmFusionRequest(name, FusionOptions()) for name in "ab")
     [graph] = blends.fetch(first)

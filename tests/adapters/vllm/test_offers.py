@@ -1,0 +1,104 @@
+"""What vLLM takes up of what its lookup was offered: right pages, or no pages at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcore.errors import TransferError
+from kvcore.transfer.graph import SKIP, TransferGraph
+from support.vllm_leader import BLOCK, PAGES, LeaderRig
+
+
+@pytest.fixture
+def rig() -> LeaderRig:
+    return LeaderRig()
+
+
+def ask(rig: LeaderRig, computed: int = 0) -> Any:
+    rig.ask("r")  # begins the request
+    return rig.side.get_num_new_matched_tokens(rig.requests["r"], computed)
+
+
+def take(rig: LeaderRig, external: int) -> TransferGraph | None:
+    """Take up ``external`` tokens; return the load, or None if it was refused."""
+    rig.side.update_state_after_alloc(rig.requests["r"], PAGES, external)
+    loads, failed = rig.side._plan.async_loads, rig.side._plan.failed_loads
+    assert len(loads) + len(failed) == 1
+    return loads[0][1] if loads else None
+
+
+@pytest.mark.parametrize("computed", [0, 48])
+@pytest.mark.parametrize("less", [0, 1, 15, 16, 100])
+def test_fewer_tokens_come_from_the_start_of_the_offer(
+    rig: LeaderRig, computed: int, less: int
+) -> None:
+    offered, between_steps = ask(rig, computed)
+    assert (offered, between_steps) == (400 - computed, True)
+    graph = take(rig, offered - less)
+    assert graph is not None
+    [table] = graph.units
+    units = table.array().ravel()
+    first, last = computed // BLOCK, -(-(400 - less) // BLOCK)
+    filled = units[units != SKIP] * table.unit_tokens // BLOCK
+    assert (np.unique(filled) - 1).tolist() == list(range(first, last))
+    assert list(graph.keys) == rig.chain.keys[first:last]
+
+
+def test_more_tokens_than_were_offered_are_computed(rig: LeaderRig) -> None:
+    offered, _ = ask(rig)
+    assert take(rig, offered + 1) is None
+    assert ask(rig) == (0, False), "it is not offered again"
+
+
+def test_an_offer_is_taken_up_once(rig: LeaderRig) -> None:
+    offered, _ = ask(rig)
+    assert take(rig, offered) is not None
+    rig.side._plan.async_loads.clear()
+    assert take(rig, offered) is None
+
+
+def test_an_offer_that_comes_true_too_late_is_computed(rig: LeaderRig) -> None:
+    """vLLM may put the load off until other steps have ended."""
+    offered, _ = ask(rig)
+    rig.manager.clear()
+    assert take(rig, offered) is None
+
+
+def test_a_short_load_from_host_memory_is_part_of_the_step_only_if_vllm_recovers_from_it() -> None:
+    for recovers in (False, True):
+        rig = LeaderRig(in_step=recovers)
+        offered, _ = ask(rig)
+        graph = take(rig, offered)
+        assert graph is not None
+        rig.end(graph)
+        rig.side._load_ended("r")
+        rig.side._plan.async_loads.clear()
+        assert rig.ask("other") == (offered, not recovers)
+
+
+def test_a_load_in_the_step_that_cannot_be_planned_stops_vllm() -> None:
+    """Its forward would read pages that nothing fills."""
+    rig = LeaderRig()
+    offered, _ = ask(rig)
+    graph = take(rig, offered)
+    assert graph is not None
+    rig.end(graph)
+    assert rig.ask("other") == (offered, False)
+    with pytest.raises(TransferError, match="was offered"):
+        rig.side.update_state_after_alloc(rig.requests["other"], PAGES, offered + 1)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_request_aborted_before_its_pages_are_filled_saves_nothing(
+    rig: LeaderRig, refused: bool
+) -> None:
+    offered, _ = ask(rig)
+    assert (take(rig, offered + refused) is None) == refused
+    request = rig.requests["r"]
+    request.num_computed_tokens = offered
+    request.get_finished_reason = lambda: "abort"
+    rig.side.request_finished(request, [np.arange(26).tolist()])
+    assert rig.side._plan.early_saves == []
