@@ -18,6 +18,9 @@ from typing import Any
 from kvcore.errors import UnsupportedError
 from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples
 from kvcore.harness.driver import run as answer_calls
+from kvcore_vllm.testing import rig
+
+rig.interpret()  # here, because a process that vLLM spawns runs this file's top level again
 
 SHUTDOWN_S = 60.0
 """Seconds that the engine core may take to end: it must finish the saves in flight."""
@@ -40,12 +43,17 @@ class Driver(EngineDriver):
         kvcore: dict[str, Any] | None,
         start_method: str = "spawn",
         kv_role: str = "kv_both",
+        asynchronous: bool = False,
+        steps: str | None = None,
         **engine_args: Any,
     ) -> dict[str, Any]:
         """Start the engine. Blocks this process's event loop until the engine takes requests.
 
         With ``start_method`` "fork" on a CPU, the engine core and its workers are forks of this
         process. They do not import vLLM again, which takes longer than a small model's answers.
+
+        On a CPU, steps are scheduled asynchronously only if ``asynchronous`` is true. ``steps`` is
+        the path of a file for the order of the scheduler's calls (`kvcore_vllm.testing.rig`).
         """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -61,6 +69,8 @@ class Driver(EngineDriver):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
+            if asynchronous:
+                rig.keep_asynchronous()
         if kvcore is not None:
             self._asks = True
             engine_args["kv_transfer_config"] = {
@@ -68,15 +78,20 @@ class Driver(EngineDriver):
                 "kv_role": kv_role,
                 "kv_connector_extra_config": kvcore,
             }
+        engine_args.setdefault("worker_extension_cls", "kvcore_vllm.testing.rig.InWorker")
         arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
         settings = arguments.create_engine_config()
+        if steps is not None:
+            rig.record(settings, steps)
         if current_platform.is_cpu():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
         self._engine = AsyncLLM.from_vllm_config(settings)
+        [runner, *_] = await self._engine.collective_rpc("kvcore_runner")
         return {
             "engine": "vllm",
             "version": vllm.__version__,
             "device": current_platform.device_type,
+            "runner": runner,
         }
 
     async def answer(self, prompt: Prompt) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""Configurations that vLLM has by default on a GPU, on a CPU. For tests only.
+
+    EngineProcess(model, asynchronous=True)       asynchronous scheduling
+    EngineProcess(model, env=V2)                  Model Runner V2, in Triton's interpreter
+    EngineProcess(model, steps="FILE")            record the order of the scheduler's calls
+
+vLLM's CPU platform switches asynchronous scheduling off, and takes Model Runner V2 only if Triton
+has a CPU backend. The functions of this module undo both. Each says on standard error what it
+replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+__all__ = [
+    "STEPS",
+    "V2",
+    "InWorker",
+    "Overlap",
+    "interpret",
+    "keep_asynchronous",
+    "overlap",
+    "record",
+]
+
+V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
+"""Environment variables of an engine's process for Model Runner V2 on a CPU."""
+
+STEPS = "kvcore_steps"
+"""Key of vLLM's ``additional_config`` that names the file for `kvcore_vllm.testing.steps`."""
+
+
+def interpret() -> None:
+    """Make vLLM use Triton on a CPU, if ``TRITON_INTERPRET=1`` has its kernels interpreted.
+
+    Must run before vLLM is imported, in every process of the engine. The program that vLLM's
+    processes are spawned from calls it at its top level, which a spawned process runs again.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or "vllm" in sys.modules:
+        return
+    from triton.backends import backends  # type: ignore[import-untyped]
+
+    class Driver:
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+    backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
+    _say("Triton's kernels are interpreted, behind a CPU backend that Triton does not have")
+
+
+def keep_asynchronous() -> None:
+    """Have vLLM's CPU platform leave asynchronous scheduling as vLLM chose it. Idempotent.
+
+    Needed only in the process that makes the engine's config, which the others are given.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    platform: Any = CpuPlatform
+    check = platform.check_and_update_config.__func__
+    if getattr(check, "keeps", False):
+        return
+
+    def keeping(cls: type[Any], vllm_config: Any) -> None:
+        chosen = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = chosen
+
+    keeping.keeps = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = classmethod(keeping)
+    _say("asynchronous scheduling, which vLLM's CPU platform switches off, is left on")
+
+
+def record(vllm_config: Any, path: str) -> None:
+    """Have the engine core write the order of the scheduler's calls to a file."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    kind = vllm_config.scheduler_config.get_scheduler_cls()
+    name = "Asynchronous" if kind is AsyncScheduler else "Synchronous"
+    vllm_config.scheduler_config.scheduler_cls = f"kvcore_vllm.testing.steps.{name}"
+    vllm_config.additional_config = {**vllm_config.additional_config, STEPS: path}
+
+
+class InWorker:
+    """Methods for vLLM's workers (``worker_extension_cls``), called with ``collective_rpc``."""
+
+    model_runner: Any
+
+    def kvcore_runner(self) -> str:
+        """Return the full name of the class that runs the model in this worker."""
+        kind = type(self.model_runner)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class Overlap(NamedTuple):
+    """The number of steps with tokens, and how many of them were scheduled ``ahead``.
+
+    A step is ahead if it was scheduled before the output of the step before it was read.
+    """
+
+    steps: int
+    ahead: int
+
+
+def overlap(record: Path) -> Overlap:
+    """Read the file that `kvcore_vllm.testing.steps` wrote."""
+    under_way = steps = ahead = 0
+    for line in record.read_text().split():
+        if line == "read":
+            under_way -= 1
+            continue
+        steps += 1
+        ahead += under_way > 0
+        under_way += 1
+    return Overlap(steps, ahead)
+
+
+def _say(what: str) -> None:
+    warnings.warn(f"kvcore's test rig: {what}", stacklevel=3)
