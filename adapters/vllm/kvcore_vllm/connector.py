@@ -1,4 +1,4 @@
-"""``KVCoreConnector``: kvcore behind vLLM's KV connector interface (V1, vLLM 0.32).
+"""``KVCoreConnector``: kvcore behind vLLM's KV connector interface (V1).
 
 vLLM constructs one in the scheduler and one in every worker. If kvcore cannot serve a model
 correctly, the model runs untouched: the connector matches and saves nothing, and logs why.
@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcore import log
 from kvcore.config import Config, load_config
@@ -54,12 +53,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _log = logging.getLogger("kvcore.vllm")
 
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_SOURCES = {"host": "HOST", "disk": "DISK"}
+"""Tiers that vLLM has a name for in `CacheHitSource`, from 0.32 on."""
 
 
 class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -210,11 +211,14 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
+        """Return the reused tokens by source. Versions of vLLM without the enum never call it."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         if self._scheduler is None or num_external_tokens == 0:
             return {}
         sources: dict[CacheHitSource, int] = {}
         for tier, tokens in self._scheduler.reused_by_tier(request.request_id).items():
-            source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            source = CacheHitSource[_SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]
             sources[source] = sources.get(source, 0) + tokens
         return sources
 

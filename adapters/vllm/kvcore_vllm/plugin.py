@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CONNECTOR = "KVCoreConnector"
 CONNECTOR_MODULE = "kvcore_vllm.connector"
-VERSIONS = ">=0.32,<0.33"
+VERSIONS = ">=0.30"
 TRANSFER_FLAG = "--kv-transfer-config"
 
 _log = get_logger("kvcore.vllm.plugin")
