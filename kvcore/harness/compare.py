@@ -36,10 +36,12 @@ SMALL: dict[str, Any] = {
     "dtype": "float32",
     "start_method": "fork",
     "forked": True,
+    "asynchronous": True,
 }
 """Arguments of vLLM for a small model on a CPU.
 
-All its processes are forks, so that modules are imported once for many starts.
+All its processes are forks, so that modules are imported once for many starts. Steps are scheduled
+asynchronously, as vLLM does by default on a GPU.
 """
 
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
