@@ -42,7 +42,8 @@ class VllmConfig(AdapterConfig):
     min_load_tokens: int = _min_load_tokens("vLLM")
     layerwise: bool = Field(
         default=True,
-        description="Load layer by layer during the forward pass. Waiting inside the forward pass "
+        description="Load layer by layer during the forward pass, where loads run inside a step "
+        "(`transfer.sync_load_max`). Waiting inside the forward pass "
         "needs piecewise CUDA graphs: on a GPU with full graphs kvcore waits before the forward "
         "pass instead, unless this is set to true in `kv_connector_extra_config`.",
     )
