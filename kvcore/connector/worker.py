@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -19,15 +20,19 @@ from typing import Any, ClassVar, Generic, TypeVar
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import WorkPlan
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.worker import refuse
 from kvcore.worker.lifecycle import RankParts, close_worker, open_tiers
 
-__all__ = ["ATTEMPTS", "RETRY_WAIT_S", "Load", "StepWorker"]
+__all__ = ["ATTEMPTS", "IDLE_WAIT_S", "RETRY_WAIT_S", "Load", "StepWorker"]
 
 _log = logging.getLogger("kvcore.connector.worker")
 
 ATTEMPTS = 3
 """Attempts for a load from host memory in an engine that cannot look the request up again."""
+
+IDLE_WAIT_S = 0.002
+"""Longest wait of a step without a batch for a transfer to end, in seconds, instead of spinning."""
 
 RETRY_WAIT_S = 0.05
 """Longest wait for one report in seconds, and for room in a full queue before the next attempt."""
@@ -153,6 +158,13 @@ class StepWorker(Generic[_R]):
             for report in refused:
                 self._take(report)
 
+    def _drop_saves(self, graphs: Iterable[TransferGraph]) -> None:
+        """Report saves as failed instead of starting them: what they would read is wrong."""
+        with self._lock:
+            for graph in graphs:
+                for report in refuse(graph, RowError.UPSTREAM):
+                    self._take(report)
+
     def _expect(self, graph: TransferGraph, request_id: _R | None = None) -> Load[_R]:
         """Treat the reports of ``graph`` as those of a load. Call before `_submit`.
 
@@ -166,6 +178,19 @@ class StepWorker(Generic[_R]):
         return load
 
     # -- waiting ----------------------------------------------------------------------------
+
+    def quiesce(self, timeout: float) -> bool:
+        """Block until this rank no longer copies from or to the engine's pages.
+
+        Returns False after ``timeout`` seconds. Reads and writes of tiers do not count: they do not
+        touch the engine's pages.
+        """
+        limit = time.monotonic() + timeout
+        while self._worker.on_device:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(RETRY_WAIT_S / 10)
+        return True
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
         """Block until each of ``loads`` has copied ``layer`` or has finally failed."""

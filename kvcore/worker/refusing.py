@@ -40,6 +40,8 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so no caller waits."""
 
+    on_device = 0
+
     def wave(self) -> int:
         return 0
 

@@ -205,6 +205,11 @@ class KVWorker:
             count = sum(stop - start for start, stop in slots)
             _log.error("tier %s could not forget %d slots: %s", tier, count, error)
 
+    @property
+    def on_device(self) -> int:
+        """The number of ops in flight that touch the device."""
+        return self.engine.on_device
+
     def wait_report(self, timeout: float) -> bool:
         """Block for a report, at most ``timeout`` seconds; return whether there is one."""
         return self.engine.wait_report(timeout)

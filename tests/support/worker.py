@@ -50,7 +50,9 @@ class ScriptedWorker:
         self.refusals = 0
         self.on_wait: Callable[[], None] = lambda: None
         self.on_cancel: Callable[[int], None] = self.cancelled.append
+        self.count_on_device: Callable[[], int] = lambda: 0
         self._reports: list[OpReport] = []
+        self._ended: set[int] = set()
 
     @property
     def parts(self) -> RankParts:
@@ -63,6 +65,16 @@ class ScriptedWorker:
         failed = {} if ok else {0: RowError.IO}
         for op in range(len(graph.ops)) if ops is None else ops:
             self._reports.append(OpReport(graph.graph_id, op, failed))
+
+    def end_once(self, graph: TransferGraph, *, ok: bool = True) -> None:
+        """End all ops of a graph, unless this method has done so."""
+        if graph.graph_id not in self._ended:
+            self._ended.add(graph.graph_id)
+            self.end(graph, ok=ok)
+
+    @property
+    def on_device(self) -> int:
+        return self.count_on_device()
 
     def wave(self) -> int:
         return 0

@@ -11,17 +11,15 @@ reported once its result is final.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
-from kvcore.connector.worker import ATTEMPTS, RETRY_WAIT_S, Load, StepWorker
+from kvcore.connector.worker import ATTEMPTS, Load, StepWorker
 from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore.worker import KVWorker
 from kvcore.worker.lifecycle import RankParts
 from kvcore_sglang.messages import Order
 
@@ -133,17 +131,3 @@ class WorkerConnector(StepWorker[str]):
         """Return the reports that were passed on since the last call. Blocks as `_submit` does."""
         self._collect()
         return self._take_reports()
-
-    def quiesce(self, timeout: float) -> bool:
-        """Block until this rank no longer copies from or to the engine's pages.
-
-        Returns False after ``timeout`` seconds. Reads and writes of tiers do not count: they do not
-        touch the engine's pages.
-        """
-        assert isinstance(self._worker, KVWorker)
-        limit = time.monotonic() + timeout
-        while self._worker.engine.on_device:
-            if time.monotonic() >= limit:
-                return False
-            time.sleep(RETRY_WAIT_S / 10)
-        return True

@@ -17,16 +17,12 @@ from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Quorum
-from kvcore.connector.worker import ATTEMPTS, Load, StepWorker
+from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
 from kvcore.errors import TransferError
 from kvcore.telemetry.metrics import Data
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore.worker import refuse
+from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, StepPlan
-
-IDLE_WAIT_S = 0.002
-"""Longest wait of an iteration without a batch for a transfer to end, in seconds."""
 
 Allgather = Callable[[bytes], list[bytes]]
 """Returns the bytes that each rank passed, in order of rank. A collective."""
@@ -157,11 +153,8 @@ class WorkerConnector(StepWorker[int]):
         return load
 
     def _drop_late_saves(self) -> None:
-        """Report the saves that wait for the forward as failed."""
-        for _, graph in self._plan.late_saves:
-            for report in refuse(graph, RowError.UPSTREAM):
-                self._take(report)
-        self._plan.late_saves = []
+        saves, self._plan.late_saves = self._plan.late_saves, []
+        self._drop_saves(graph for _, graph in saves)
 
     # -- blends -----------------------------------------------------------------------------
 

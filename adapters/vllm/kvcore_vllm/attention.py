@@ -72,7 +72,7 @@ def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch)
 class Batches:
     """Converts vLLM's metadata of a step to a `AttentionBatch`, once for each step and layer group.
 
-    ``request_ids`` returns the ids of the step's requests in order.
+    ``request_ids`` returns the ids of the step's requests in order, none in a dummy forward.
     """
 
     def __init__(self, request_ids: Callable[[], Sequence[str]], page_tokens: int) -> None:
@@ -81,14 +81,19 @@ class Batches:
         self._metadata: Any = None
         self._batch: AttentionBatch | None = None
 
-    def of(self, metadata: Any, layer: int) -> AttentionBatch:
-        """Return the batch of this step. Made again at layer 0: vLLM may reuse the metadata."""
+    def of(self, metadata: Any, layer: int) -> AttentionBatch | None:
+        """Return the batch of this step, or None if it has no requests.
+
+        Made again at layer 0: vLLM may reuse the metadata.
+        """
         if self._batch is None or layer == 0 or metadata is not self._metadata:
             self._metadata, self._batch = metadata, self._make(metadata)
         return self._batch
 
-    def _make(self, metadata: Any) -> AttentionBatch:
+    def _make(self, metadata: Any) -> AttentionBatch | None:
         requests = tuple(self._request_ids())
+        if not requests:
+            return None
         starts = metadata.query_start_loc[: len(requests) + 1]
         rows = metadata.num_actual_tokens
         counts = starts.diff()
@@ -147,6 +152,8 @@ def _around(
             batch = batches.of(attn_metadata, index)
         except Exception:  # noqa: BLE001 - vLLM's metadata has changed: it goes on without hooks
             hooks.give_up("the step's requests could not be read")
+            return plain(*engine, **options)
+        if batch is None:
             return plain(*engine, **options)
         rows = len(batch.positions)
         call = AttentionCall(index, query[:rows], key[:rows], value[:rows], batch)

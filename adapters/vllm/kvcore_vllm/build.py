@@ -167,14 +167,16 @@ def build_worker_connector(
     if views[0].tensors[0].device.type == "cpu":
         _verify(vllm_config, groups, views, shape)
     parts = build_worker(config, model, rank, views)
-    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
-    return WorkerConnector(
+    worker = WorkerConnector(
         parts,
         _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(views[0].tensors[0].device),
+        concurrent_steps=vllm_config.max_concurrent_batches,
     )
+    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank), worker)
+    return worker
 
 
 def _blends(
@@ -198,11 +200,15 @@ def _blends(
 
 
 def _hook_attention(
-    vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    hooks: Sequence[AttentionHook],
+    worker: WorkerConnector,
 ) -> None:
     """Install plugins' hooks around the layers of a model with one group of pages.
 
-    The hooks are left out with a warning if the model or its runner does not support them.
+    The hooks are left out with a warning if the model or its runner does not support them. Model
+    Runner V2 tells ``worker`` the requests of a step; V1 keeps them in its input batch.
     """
     if not hooks:
         return
@@ -217,10 +223,12 @@ def _hook_attention(
         if len(model.stages) > 1:
             raise UnsupportedError("attention hooks are not for pipeline stages")
         runner = find_worker(vllm_config).model_runner
-        if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
+        v2 = vllm_config.use_v2_model_runner
+        if not v2 and not hasattr(getattr(runner, "input_batch", None), "req_ids"):
             raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
         layers = [context[name] for name in group.names]
-        install(layers, hooks, lambda: runner.input_batch.req_ids, group.page_tokens)
+        requests = (lambda: worker.request_ids) if v2 else (lambda: runner.input_batch.req_ids)
+        install(layers, hooks, requests, group.page_tokens)
     except UnsupportedError as error:
         names = ", ".join(hook.name for hook in hooks)
         _log.warning("attention hooks are left out: %s: %s", names, error)
@@ -239,6 +247,7 @@ def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
         layer_of={},
         page_tokens=page_tokens,
         clock=ForwardTimer(torch.device("cpu")),
+        concurrent_steps=1,
     )
 
 

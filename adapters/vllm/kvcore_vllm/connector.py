@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcore import log
 from kvcore.config import Config, load_config
-from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
+from kvcore.errors import KVCoreError, LayoutError, TransferError, UnsupportedError
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
@@ -40,7 +40,7 @@ from kvcore_vllm.worker import WorkerConnector
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("kvcore.vllm")
+
+SLEEP_S = 30.0
+"""Longest wait of vLLM's sleep for copies from and to its pages, in seconds."""
 
 _SOURCES = {"host": "HOST", "disk": "DISK"}
 """Tiers that vLLM has a name for in `CacheHitSource`, from 0.32 on."""
@@ -90,18 +93,32 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         graphs = vllm_config.compilation_config.cudagraph_mode
         full = graphs is not None and graphs.has_full_cudagraphs()
         self._layerwise = self._config.vllm.layerwise and not full
+        self._hooked = False  # plugins watch the model's attention
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
             self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
 
     def _describe(self) -> ModelDescription | None:
         try:
+            self._check_sleep()
             model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
         except UnsupportedError as error:
             self._stand_aside(error)
             return None
         hooks = load_plugins(self._config).found("attention")
+        self._hooked = bool(hooks)
         return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
+
+    def _check_sleep(self) -> None:
+        """Raise UnsupportedError if vLLM may sleep and kvcore cannot follow."""
+        transfer = self._vllm_config.kv_transfer_config
+        if not self._vllm_config.model_config.enable_sleep_mode:
+            return
+        if transfer is None or not self.supports_sleep_mode(transfer):
+            raise UnsupportedError(
+                "enable_sleep_mode takes the KV memory away while kvcore may copy from it: it needs "
+                "vLLM 0.33 or newer, which tells connectors to stop, and disk.to_device = off"
+            )
 
     def _stand_aside(self, error: KVCoreError) -> None:
         _log.warning("kvcore stands aside, the model runs without it: %s", error)
@@ -126,7 +143,31 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
         return bool(load_plugins(config).found("attention"))
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return True if vLLM says when it sleeps, and no disk reads into device memory.
+
+        vLLM keeps the content and the addresses of kvcore's own device memory over a sleep. Its
+        registration for reads from a disk would be lost.
+        """
+        config = load_config(
+            overrides=dict(kv_transfer_config.kv_connector_extra_config),
+            overrides_from="kv_connector_extra_config",
+        )
+        told = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+        return told and config.disk.to_device == "off"
+
     # -- worker -----------------------------------------------------------------------------
+
+    def unregister_kv_caches(self) -> None:
+        """Block until no copy uses the KV memory, which vLLM takes away to sleep.
+
+        vLLM gives it back under the same addresses, so nothing has to be restored. Its content is
+        gone, and vLLM empties the leader's tiers with its own cache. Raises TransferError, and vLLM
+        does not sleep, if copies have not ended after `SLEEP_S` seconds.
+        """
+        if self._worker is not None and not self._worker.quiesce(SLEEP_S):
+            raise TransferError(f"copies of KV did not end in {SLEEP_S} s: vLLM must not sleep now")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
@@ -147,9 +188,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.begin(kv_connector_metadata.plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Make the step's blends. Blocks for all sync loads unless they are layerwise."""
+        """Make the step's blends. Blocks for all sync loads unless they are layerwise.
+
+        Model Runner V2 names the requests of the forward in ``request_ids``.
+        """
         if self._worker is None:
             return
+        self._worker.request_ids = kwargs.get("request_ids", ())
         if not self._layerwise:
             self._worker.wait_for_loads()
         self._worker.blend()
@@ -167,6 +212,11 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         **kwargs: Any,
     ) -> None:
         """Do nothing: kvcore saves whole blocks, after the step's forward."""
+
+    def finish_forward(self) -> None:
+        """Stop timing the forward. Only Model Runner V2 calls this, before it samples."""
+        if self._worker is not None:
+            self._worker.stop_clock()
 
     def wait_for_save(self) -> None:
         """Start the saves of what the forward computed. Does not wait for them."""
@@ -225,6 +275,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return KVCoreMetadata.of(StepPlan())
+        if self._hooked and self._vllm_config.use_v2_model_runner:
+            # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
+            scheduler_output.has_sync_kv_loads = True
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -39,6 +39,7 @@ def describe(
     """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
+    _check_page_writers(vllm_config, kv_cache_config)
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config)
     if stages:
@@ -88,6 +89,19 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         raise UnsupportedError(
             f"speculative decoding by {speculative.method!r} keeps KV of a draft model, which "
             "kvcore does not store; 'ngram' and 'suffix' are served"
+        )
+
+
+def _check_page_writers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise UnsupportedError if pages are written before kvcore can wait for a save of them.
+
+    Model Runner V2 zeroes the pages of a step, and copies others into them, before it calls the
+    connector. It does either only for models that need zeroing.
+    """
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        raise UnsupportedError(
+            "a KV cache whose pages Model Runner V2 zeroes or copies before kvcore can wait for a "
+            "save that reads them; VLLM_USE_V2_MODEL_RUNNER=0 selects the runner that waits"
         )
 
 

@@ -358,7 +358,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if not self._users.graphs:
             self._load_pages.clear()
             return []
-        fresh = set(self._load_pages)
+        fresh = {*self._load_pages, *_rewritten(output)}
         self._load_pages.clear()
         for new in output.scheduled_new_reqs:
             fresh.update(itertools.chain.from_iterable(new.block_ids))
@@ -514,3 +514,13 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         lora = request.lora_request
         name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
         return self.namespaces.of(name, request.cache_salt)
+
+
+def _rewritten(output: SchedulerOutput) -> Iterator[int]:
+    """Yield the pages that vLLM itself writes in a step: zeroed, copied to, or put into a table."""
+    yield from output.new_block_ids_to_zero or ()
+    for copy in output.kv_cache_block_copies or ():
+        yield copy.dst_block_id
+    tables = getattr(output, "block_table_updates", None) or {}  # vLLM 0.30 and 0.31
+    for groups in tables.values():
+        yield from itertools.chain.from_iterable(groups)

@@ -12,23 +12,16 @@ With speculative decoding vLLM calls wait_for_save last, after it has asked for 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
-from kvcore.connector.worker import Load, StepWorker
-from kvcore.transfer.graph import SKIP, RowError
-from kvcore.worker import refuse
+from kvcore.connector.worker import IDLE_WAIT_S, Load, StepWorker
+from kvcore.transfer.graph import SKIP
 from kvcore.worker.lifecycle import RankParts
 from kvcore_vllm.messages import StepPlan
-
-IDLE_WAIT_S = 0.002
-"""Longest wait of a step without tokens for a transfer to end, in seconds, instead of spinning."""
-
-TAINTED_STEPS = 3
-"""Steps whose saves are dropped after a sync load failed: the step itself, and the steps that the
-scheduler had already planned on top of it."""
 
 
 class WorkerConnector(StepWorker[str]):
@@ -37,6 +30,8 @@ class WorkerConnector(StepWorker[str]):
     A load has one attempt: vLLM computes what is missing, or looks it up again. ``layer_of`` maps
     the engine's layer names to canonical layers. ``page_tokens`` is the size of a scheduler block
     of each layer group, in tokens. ``clock`` times the forwards that a plan asks for.
+    ``concurrent_steps`` is the most steps that vLLM has in flight at once. ``request_ids`` are the
+    requests of the current forward in the order of their rows, if the runner told them.
     """
 
     def __init__(
@@ -47,11 +42,14 @@ class WorkerConnector(StepWorker[str]):
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
         clock: ForwardTimer[int],
+        concurrent_steps: int,
     ) -> None:
         super().__init__(parts, blends)
         self._layer_of = layer_of
         self._page_tokens = page_tokens
         self._clock = clock
+        self._concurrent_steps = concurrent_steps
+        self.request_ids: Sequence[str] = ()
         self._plan = StepPlan()
         self._sync: list[Load[str]] = []
         self._prefixes: dict[str, Load[str]] = {}  # exact tokens before a blend, by request
@@ -59,7 +57,7 @@ class WorkerConnector(StepWorker[str]):
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
-        self._tainted = 0
+        self._tainted = 0  # steps whose saves are dropped
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -123,20 +121,24 @@ class WorkerConnector(StepWorker[str]):
 
     # -- after the forward ------------------------------------------------------------------
 
+    def stop_clock(self) -> None:
+        """Stop timing the forward: it has been launched. Does nothing the second time in a step."""
+        self._clock.stop()
+
     def end_forward(self) -> None:
         """Wait for the sync loads, then start the saves of what the forward computed.
 
         Drops the saves if the forward may have computed on KV that did not arrive.
         """
-        self._clock.stop()
+        self.stop_clock()
+        self.request_ids = ()
         self.wait_for_loads()
         self._collect()
         self._sync.clear()
         saves, self._plan.late_saves = self._plan.late_saves, []
         if self._tainted:
             self._tainted -= 1
-            for graph in saves:
-                self._reports += refuse(graph, RowError.UPSTREAM)
+            self._drop_saves(saves)
             return
         for graph in saves:
             self._submit(graph)
@@ -153,8 +155,10 @@ class WorkerConnector(StepWorker[str]):
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose async load or blend has ended, and those for which it failed.
 
-        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one.
+        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one. Also waits
+        for the sync loads: if one fails, `take_bad_pages` must name its pages in this step.
         """
+        self.wait_for_loads()
         if self._plan.empty_step and not self._finished:
             self._worker.wait_report(IDLE_WAIT_S)
         self._collect()
@@ -183,5 +187,6 @@ class WorkerConnector(StepWorker[str]):
             if load.failed:
                 self._failed.add(load.request_id)
         elif load.failed and load in self._sync:  # what the step computes from its pages is wrong
-            self._tainted = TAINTED_STEPS
+            # So is what the steps compute that the scheduler has already planned on top of it.
+            self._tainted = self._concurrent_steps
             self._bad_pages.update(self._unfilled(load))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
+import kvcore_vllm.connector
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport, ChunkLoad
 from kvcore.connector.fusion_worker import RefusingFusionWorker
+from kvcore.errors import TransferError
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore_vllm.messages import StepPlan
-from kvcore_vllm.worker import TAINTED_STEPS, WorkerConnector
+from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.messages import KVCoreMetadata, StepPlan
+from kvcore_vllm.worker import WorkerConnector
 from support.worker import UNIT_TOKENS, ScriptedWorker, load_graph
 
 
@@ -22,30 +26,39 @@ def scripted() -> ScriptedWorker:
     return ScriptedWorker()
 
 
-@pytest.fixture
-def worker(scripted: ScriptedWorker) -> WorkerConnector:
+def make(
+    scripted: ScriptedWorker, concurrent_steps: int = 1, blends: Any = None
+) -> WorkerConnector:
     return WorkerConnector(
         scripted.parts,
-        RefusingFusionWorker(UNIT_TOKENS),
+        blends or RefusingFusionWorker(UNIT_TOKENS),
         layer_of={"layer": 0},
         page_tokens=(UNIT_TOKENS,),
         clock=ForwardTimer(torch.device("cpu")),
+        concurrent_steps=concurrent_steps,
     )
+
+
+@pytest.fixture
+def worker(scripted: ScriptedWorker) -> WorkerConnector:
+    return make(scripted)
 
 
 def save_of(graph_id: int) -> TransferGraph:
     return load_graph(graph_id)
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_pages_of_a_failed_sync_load_are_named_in_its_own_step_and_once(
-    worker: WorkerConnector, scripted: ScriptedWorker, deferred: bool
+    worker: WorkerConnector, scripted: ScriptedWorker, deferred: bool, layerwise: bool
 ) -> None:
     """Speculative decoding ends the forward after vLLM has asked which pages are bad."""
     graph = load_graph(7)
     worker.begin(StepPlan(sync_loads=[graph], late_saves=[save_of(8)]))
-    scripted.end(graph, ok=False)
-    worker.wait_for_layer("layer")
+    scripted.on_wait = lambda: scripted.end_once(graph, ok=False)
+    if layerwise:
+        worker.wait_for_layer("layer")
     if not deferred:
         worker.end_forward()
     assert worker.finished_loads() == (set(), set())
@@ -53,13 +66,55 @@ def test_pages_of_a_failed_sync_load_are_named_in_its_own_step_and_once(
     if deferred:
         worker.end_forward()
     assert worker.take_bad_pages() == set()
-    for step in range(1, TAINTED_STEPS):
+    assert scripted.submitted == [7], "a save of what was computed on the failed load"
+
+
+@pytest.mark.parametrize("concurrent_steps", [1, 2, 5])
+def test_saves_of_all_steps_planned_on_top_of_a_failed_load_are_dropped(
+    scripted: ScriptedWorker, concurrent_steps: int
+) -> None:
+    worker = make(scripted, concurrent_steps)
+    graph = load_graph(7)
+    worker.begin(StepPlan(sync_loads=[graph], late_saves=[save_of(8)]))
+    scripted.end(graph, ok=False)
+    worker.end_forward()
+    for step in range(1, concurrent_steps):
         worker.begin(StepPlan(late_saves=[save_of(8 + step)]))
         worker.end_forward()
-    assert scripted.submitted == [7], "saves of what was computed on the failed load"
+    assert scripted.submitted == [7]
     worker.begin(StepPlan(late_saves=[save_of(20)]))
     worker.end_forward()
     assert scripted.submitted == [7, 20]
+
+
+def test_a_forward_is_timed_until_model_runner_v2_says_that_it_is_launched(
+    worker: WorkerConnector,
+) -> None:
+    connector = KVCoreConnector.__new__(KVCoreConnector)
+    connector._worker = worker
+    connector.handle_preemptions(KVCoreMetadata.of(StepPlan(timed=5)))
+    connector.finish_forward()
+    time.sleep(0.2)  # V2 samples here
+    connector.wait_for_save()
+    report = worker.take_report()
+    assert report is not None
+    [(_, seconds)] = report.forwards
+    assert seconds < 0.1
+
+
+def test_sleep_waits_for_copies_of_pages(
+    worker: WorkerConnector, scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connector = KVCoreConnector.__new__(KVCoreConnector)
+    connector._worker = worker
+    left = iter([2, 1, 0])
+    scripted.count_on_device = lambda: next(left)
+    connector.unregister_kv_caches()
+    assert list(left) == []
+    monkeypatch.setattr(kvcore_vllm.connector, "SLEEP_S", 0.01)
+    scripted.count_on_device = lambda: 1
+    with pytest.raises(TransferError, match="must not sleep"):
+        connector.unregister_kv_caches()
 
 
 def blend_of(request_id: str, chunk: TransferGraph) -> BlendOrder:
@@ -107,13 +162,7 @@ class _Blending:
 def test_a_blend_behind_tokens_that_did_not_arrive_has_failed(
     scripted: ScriptedWorker, arrives: bool
 ) -> None:
-    worker = WorkerConnector(
-        scripted.parts,
-        cast(Any, _Blending()),
-        layer_of={"layer": 0},
-        page_tokens=(UNIT_TOKENS,),
-        clock=ForwardTimer(torch.device("cpu")),
-    )
+    worker = make(scripted, blends=_Blending())
     prefix, chunks = load_graph(1), [load_graph(2), load_graph(3)]
     orders = [blend_of("a", chunks[0]), blend_of("b", chunks[1])]
     worker.begin(StepPlan(blends=orders, blend_loads=[("a", prefix)], late_saves=[save_of(9)]))

@@ -1,0 +1,95 @@
+"""Pages that vLLM writes by itself, and configurations in which kvcore cannot wait for them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kvcore.connector.page_table import PageUsers
+from kvcore.errors import UnsupportedError
+from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.describe import describe
+from kvcore_vllm.messages import StepPlan
+from kvcore_vllm.scheduler import SchedulerSide
+from support.worker import load_graph
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    """A leader with a save of pages 3 and 4 in flight."""
+    made = SchedulerSide.__new__(SchedulerSide)
+    made._users, made._load_pages = PageUsers(), []
+    made._users.add(load_graph(9), [3, 4])
+    return made
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"new_block_ids_to_zero": [1, 3]},
+        {"kv_cache_block_copies": [KVCacheBlockCopy(src_block_id=7, dst_block_id=4)]},
+        {"block_table_updates": {"r": ([1, 2], [4])}},
+    ],
+    ids=["zeroed", "copied to", "put into a table"],
+)
+def test_a_save_is_waited_for_before_vllm_writes_its_pages(
+    side: SchedulerSide, written: dict[str, Any]
+) -> None:
+    output = SchedulerOutput.make_empty()
+    assert side._fences(StepPlan(), output) == []
+    for name, value in written.items():
+        setattr(output, name, value)
+    assert side._fences(StepPlan(), output) == [9]
+
+
+def test_a_page_that_is_copied_from_needs_no_fence(side: SchedulerSide) -> None:
+    output = SchedulerOutput.make_empty()
+    output.kv_cache_block_copies = [KVCacheBlockCopy(src_block_id=4, dst_block_id=7)]
+    assert side._fences(StepPlan(), output) == []
+
+
+def vllm_config(**fields: Any) -> Any:
+    parallel = SimpleNamespace(nnodes=1, pipeline_parallel_size=1, tensor_parallel_size=1)
+    return SimpleNamespace(parallel_config=parallel, speculative_config=None, **fields)
+
+
+def test_pages_that_model_runner_v2_zeroes_are_not_served() -> None:
+    """It zeroes them before it calls the connector, so a save may still read them."""
+    config = vllm_config(use_v2_model_runner=True)
+    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        describe(config, SimpleNamespace(needs_kv_cache_zeroing=True), 16)  # type: ignore[arg-type]
+
+
+# -- sleep --------------------------------------------------------------------------------------
+
+
+def connector(**disk: Any) -> KVCoreConnector:
+    made = KVCoreConnector.__new__(KVCoreConnector)
+    transfer = SimpleNamespace(kv_connector_extra_config={"disk": disk})
+    model = SimpleNamespace(enable_sleep_mode=True)
+    made._vllm_config = vllm_config(model_config=model, kv_transfer_config=transfer)
+    return made
+
+
+@pytest.fixture
+def told_of_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33's interface, which tells connectors when it sleeps."""
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda _: None, raising=False)
+
+
+def test_sleep_is_not_served_if_vllm_does_not_tell_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    with pytest.raises(UnsupportedError, match="enable_sleep_mode"):
+        connector()._check_sleep()
+
+
+@pytest.mark.usefixtures("told_of_sleep")
+def test_sleep_is_served_unless_a_disk_reads_into_device_memory() -> None:
+    connector()._check_sleep()
+    with pytest.raises(UnsupportedError, match=r"disk\.to_device = off"):
+        connector(to_device="on", path="/kv")._check_sleep()
