@@ -34,6 +34,7 @@ from kvcore_vllm.build import (
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
@@ -92,6 +93,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._layerwise = self._config.vllm.layerwise and not full
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
+            tell_untried()
             self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
 
     def _describe(self) -> ModelDescription | None:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
@@ -51,6 +52,34 @@ _log = logging.getLogger("kvcore.vllm.scheduler")
 
 NULL_PAGE = 0
 """vLLM's number for a page that a sliding-window group has dropped."""
+
+KNOWN_FIELDS = frozenset(
+    {
+        "block_table_updates",
+        "kv_cache_block_copies",
+        "kv_connector_block_state",
+        "new_block_ids_to_zero",
+        "num_common_prefix_blocks",
+    }
+)
+"""Fields of vLLM's SchedulerOutput about pages, in the versions that kvcore knows."""
+
+
+@cache
+def unknown_writers(output: type[Any]) -> tuple[str, ...]:
+    """Return the fields of vLLM's output by which a step may write pages unknown to kvcore.
+
+    If there are any, every step waits for every save.
+    """
+    names = {
+        *getattr(output, "__dataclass_fields__", ()),
+        *getattr(output, "__struct_fields__", ()),
+    }
+    about_pages = {name for name in names if "block" in name or "kv_cache" in name}
+    found = tuple(sorted(about_pages - KNOWN_FIELDS))
+    if found:
+        _log.warning("every step waits for all saves, because vLLM has %s", ", ".join(found))
+    return found
 
 
 class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
@@ -327,6 +356,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if not self._users.graphs:
             self._load_pages.clear()
             return []
+        if unknown_writers(type(output)):
+            self._load_pages.clear()
+            return sorted(self._users.graphs - {graph.graph_id for graph in plan.late_saves})
         fresh = set(self._load_pages)
         self._load_pages.clear()
         for new in output.scheduled_new_reqs:
