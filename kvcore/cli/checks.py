@@ -17,7 +17,8 @@ from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
 from kvcore.memory.nixl import FileAgent
 from kvcore.plugins import PluginManager
-from kvcore.plugins.manager import installed, reason
+from kvcore.plugins.manager import reason
+from kvcore.plugins.probes import judge
 from kvcore.server.runtime_dir import mount_of
 from kvcore.tiers.disk.files import DataFile, Piece
 from kvcore.tiers.disk.gds import BACKENDS
@@ -66,16 +67,15 @@ def examine(
 def _engines(config: Config, plugins: PluginManager) -> Iterator[Finding]:
     served = False
     for found in plugins.found("engine"):
-        engine = installed(found.item)
-        if engine.version is None:
+        verdict = judge(found.item)
+        if verdict.version is None:
             continue
         about = f"engine {found.name}"
-        what = f"{engine.distribution} {engine.version}; served are {found.item.versions}"
-        if engine.supported:
+        if verdict.served:
             served = True
-            yield Finding(about, Level.GOOD, what)
+            yield Finding(about, Level.GOOD, verdict.about)
         else:
-            yield Finding(about, Level.WARNING, what, f"install {found.name}{found.item.versions}")
+            yield Finding(about, Level.WARNING, verdict.about, verdict.advice)
     if not served:
         change = "install one that `kvcore plugins` names"
         yield Finding("engine", Level.PROBLEM, "none that kvcore serves is installed", change)

@@ -14,7 +14,8 @@ from kvcore import log
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config
 from kvcore.plugins import PluginManager
-from kvcore.plugins.manager import Offer, Origin, installed, reason
+from kvcore.plugins.manager import Offer, Origin, reason
+from kvcore.plugins.probes import Verdict, judge
 
 
 def manager(config: Config) -> PluginManager:
@@ -63,20 +64,18 @@ def _row(found: Offer) -> dict[str, Any]:
         "supported": None,
     }
     if found.kind == "engine":
-        engine = installed(found.item)
-        row["supported"] = engine.supported
-        row["about"] = _engine_line(found, engine.distribution, engine.version, engine.supported)
+        verdict = judge(found.item)
+        row["supported"], row["standing"] = verdict.served, verdict.standing.value
+        row["about"] = _engine_line(found, verdict)
     elif found.kind == "tier":
         row["about"] = found.item.medium
     return row
 
 
-def _engine_line(found: Offer, distribution: str, version: str | None, fits: bool) -> str:
-    if version is None:
-        return f"not installed; supported {found.item.versions}"
-    if not fits:
-        return f"{distribution} {version} is outside {found.item.versions}"
-    return f"{distribution} {version}, supported ({found.item.versions}); {_status(found)}"
+def _engine_line(found: Offer, verdict: Verdict) -> str:
+    if verdict.version is None:
+        return verdict.about
+    return f"{verdict.about}; {_status(found) if verdict.served else verdict.advice}"
 
 
 def _status(found: Offer) -> str:

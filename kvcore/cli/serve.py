@@ -14,7 +14,7 @@ from kvcore.cli.plugins import manager
 from kvcore.config import Config, engine_environment
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins import ServeCommand
-from kvcore.plugins.manager import require
+from kvcore.plugins.probes import require
 
 
 def command(
@@ -22,8 +22,8 @@ def command(
 ) -> ServeCommand:
     """Return the command line of ``engine``, or of the engine that the settings name.
 
-    Raises ConfigError if neither names one, UnsupportedError if no version that the adapter
-    supports is installed.
+    Raises ConfigError if neither names one, UnsupportedError if the engine is not
+    installed or lacks what the adapter needs.
     """
     plugins = manager(config)
     name = engine or config.engine

@@ -187,6 +187,7 @@ class TransferConfig(SchemaModel):
         default=parse_size("512MiB"),
         description="Largest load, in bytes over all ranks, that runs inside the engine's step, "
         "layer by layer. A larger load, or one from disk, finishes before the request is "
-        "scheduled. On vLLM, loads run inside a step only without asynchronous scheduling, pipeline "
-        "stages and Model Runner V2: otherwise vLLM does not recover from one that fails.",
+        "scheduled. On vLLM, loads run inside a step only without asynchronous scheduling, "
+        "pipeline stages and Model Runner V2: otherwise vLLM does not recover from one that "
+        "fails.",
     )

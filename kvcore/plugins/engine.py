@@ -1,7 +1,4 @@
-"""Helpers of the adapters' plugins: version checks, and settings for an engine's own server.
-
-    the engine's entry point ──▶ unsupported    kvcore is registered if the version fits
-    `kvcore serve`           ──▶ settings, environment and command of the engine's own server
+"""Helpers of the adapters' plugins: settings, environment and command of an engine's own server.
 
 Imports no engine and no torch.
 """
@@ -14,9 +11,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcore.plugins.hookspecs import EngineSpec
-from kvcore.plugins.manager import installed
-
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
@@ -26,23 +20,9 @@ __all__ = [
     "given_settings",
     "has_entry_point",
     "serve_environment",
-    "unsupported",
 ]
 
 SECRET_VARIABLE = "KVCORE__NAMESPACE__SECRET"
-
-
-def unsupported(engine: EngineSpec) -> dict[str, object] | None:
-    """Return the fields to log if the engine's version is not supported, else None."""
-    found = installed(engine)
-    if found.supported:
-        return None
-    return {
-        "distribution": found.distribution,
-        "version": found.version,
-        "supported": engine.versions,
-        "advice": f"install a kvcore for this version of {engine.name}, or a supported version",
-    }
 
 
 def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvcore.memory.copy.base import DeviceOps
     from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
+    from kvcore.plugins.probes import Probe
     from kvcore.tiers.base import Tier
     from kvcore.tiers.remote import StoreKind
     from kvcore.tiers.spec import PreparedTier, TierContext
@@ -49,16 +50,19 @@ class EngineSpec:
     """A serving engine and its adapter.
 
     ``distributions`` are the packages that may provide the engine; the first installed one counts.
-    ``versions`` specifies the versions that the adapter serves, such as ">=0.32,<0.33".
     ``serve(model, config, engine_args)`` builds the command line. ``status()`` says in a few words
-    how the adapter is connected. Neither imports the engine.
+    how the adapter is connected. ``package`` is the engine's Python package, ``tried`` are the
+    releases that the adapter has run with, and ``probes()`` returns the interfaces that it uses.
+    Nothing of this imports the engine.
     """
 
     name: str
     distributions: tuple[str, ...]
-    versions: str
     serve: Callable[[str, Config, Sequence[str]], ServeCommand]
     status: Callable[[], str]
+    package: str = ""
+    tried: tuple[str, ...] = ()
+    probes: Callable[[], Sequence[Probe]] = tuple
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pluggy
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
 
 from kvcore import __version__
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
@@ -92,7 +90,6 @@ class Installed(NamedTuple):
 
     distribution: str
     version: str | None
-    supported: bool
 
 
 class PluginManager:
@@ -319,36 +316,8 @@ def installed(spec: EngineSpec) -> Installed:
     """Return the engine's installed version, from package metadata alone."""
     for distribution in spec.distributions:
         if version := _version(distribution):
-            return Installed(distribution, version, is_supported(version, spec.versions))
-    return Installed(spec.distributions[0], None, False)
-
-
-def require(spec: EngineSpec) -> str:
-    """Return the engine's version.
-
-    Raises UnsupportedError if the engine is missing or its version outside the range.
-    """
-    engine = installed(spec)
-    if engine.version is None:
-        names = " or ".join(spec.distributions)
-        raise UnsupportedError(
-            f"engine {spec.name!r} is not installed here; supported is {names} {spec.versions}: "
-            f'pip install "{spec.distributions[0]}{spec.versions}"'
-        )
-    if not engine.supported:
-        raise UnsupportedError(
-            f"{engine.distribution} {engine.version} is installed; this kvcore serves "
-            f"{spec.versions}: install such a version, or a kvcore made for this one"
-        )
-    return engine.version
-
-
-def is_supported(version: str, versions: str) -> bool:
-    """Return True if ``version`` lies in the range. Nightly builds inside the range count."""
-    try:
-        return SpecifierSet(versions).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
+            return Installed(distribution, version)
+    return Installed(spec.distributions[0], None)
 
 
 def _version(distribution: str) -> str | None:

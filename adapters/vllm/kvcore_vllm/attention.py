@@ -26,18 +26,8 @@ from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHoo
 
 _log = logging.getLogger("kvcore.vllm.attention")
 
-_MODULE_ARGUMENTS = ["self", "query", "key", "value", "output_shape", "output_dtype"]
 _IMPL_ARGUMENTS = ["layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"]
 _METADATA = ("num_actual_tokens", "query_start_loc", "seq_lens", "block_table")
-
-
-def check_module() -> None:
-    """Raise UnsupportedError if vLLM's Attention is not called as in 0.32."""
-    from vllm.model_executor.layers.attention import Attention
-
-    found = list(inspect.signature(Attention.forward).parameters)
-    if found != _MODULE_ARGUMENTS:
-        raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
 
 
 @contextmanager
@@ -112,7 +102,7 @@ def install(
 ) -> Hooks:
     """Call ``hooks`` around every forward of these attention layers, in canonical order.
 
-    Raises UnsupportedError, and sets nothing, if one layer's attention is not called as in 0.32.
+    Raises UnsupportedError, and sets nothing, if one layer's attention takes other arguments.
     """
     for layer in layers:
         _check_impl(layer)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvcore.config import Config
@@ -28,18 +27,18 @@ from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
-from kvcore.memory.arena import HostArena
-from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import KVView
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
+from kvcore.runtime.build import load_plugins
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
-from kvcore_vllm.layout import group_view, verify_cpu_layout
+from kvcore_vllm.layout import group_view
+from kvcore_vllm.round_trip import verify
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerConnector
 
@@ -164,8 +163,7 @@ def build_worker_connector(
     shape = model.rank_shape(rank)
     groups = [group for group in model.rank_groups(rank) if group.layers]
     views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
-    if views[0].tensors[0].device.type == "cpu":
-        _verify(vllm_config, groups, views, shape)
+    _verify(config, vllm_config, groups, views, shape)
     parts = build_worker(config, model, rank, views)
     worker = WorkerConnector(
         parts,
@@ -173,7 +171,6 @@ def build_worker_connector(
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(views[0].tensors[0].device),
-        concurrent_steps=vllm_config.max_concurrent_batches,
     )
     _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank), worker)
     return worker
@@ -247,40 +244,19 @@ def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
         layer_of={},
         page_tokens=page_tokens,
         clock=ForwardTimer(torch.device("cpu")),
-        concurrent_steps=1,
     )
 
 
 def _verify(
+    config: Config,
     vllm_config: VllmConfig,
     groups: Sequence[LayerGroup],
     views: Sequence[KVView],
     shape: BlockShape,
 ) -> None:
-    """Verify that kvcore's copies read what vLLM's own write kernel wrote, on one page."""
-    from dataclasses import replace
-
-    from kvcore.memory.copy.reference import ReferenceOps
-
+    """Verify the layout of each group of pages. Raises LayoutError: see `round_trip.verify`."""
+    context = vllm_config.compilation_config.static_forward_context
+    ops = load_plugins(config).ops()
     for group, view in zip(groups, views, strict=True):
-        layer: Any = vllm_config.compilation_config.static_forward_context[group.names[0]]
-        page_tokens = view.layout.page_tokens
-
-        def read(cache: torch.Tensor, view: KVView = view) -> tuple[torch.Tensor, torch.Tensor]:
-            planes = tuple(
-                replace(plane, tensor=0) for plane in view.layout.select_layers([0]).planes[0]
-            )
-            one = KVView(replace(view.layout, num_pages=1, planes=(planes,)), [cache])
-            block = replace(shape, layers=1, block_tokens=view.layout.page_tokens)
-            arena = HostArena(block, 1, huge_pages=False)
-            flat = KVView(arena.layout(), [arena.tensor()])
-            everything = HeadRange(0, 0, shape.kv_heads)
-            ReferenceOps().copy_blocks(one, np.array([0]), flat, np.array([0]), heads=everything)
-            count = shape.kv_heads * 2 * view.layout.page_tokens * shape.head_dim
-            both = flat.tensors[0][:count].view(
-                shape.kv_heads, 2, view.layout.page_tokens, shape.head_dim
-            )
-            return both[:, 0].clone(), both[:, 1].clone()
-
-        verify_cpu_layout(view, shape, str(layer.isa), read)
-        _log.debug("layout verified group=%d page_tokens=%d", group.index, page_tokens)
+        layers = [context[name] for name in group.names]
+        verify(layers, view, shape, vllm_config.model_config.dtype, ops)

@@ -34,6 +34,7 @@ from kvcore_vllm.build import (
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
@@ -96,6 +97,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._hooked = False  # plugins watch the model's attention
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
+            tell_untried()
             self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
 
     def _describe(self) -> ModelDescription | None:
@@ -116,8 +118,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         if transfer is None or not self.supports_sleep_mode(transfer):
             raise UnsupportedError(
-                "enable_sleep_mode takes the KV memory away while kvcore may copy from it: it needs "
-                "vLLM 0.33 or newer, which tells connectors to stop, and disk.to_device = off"
+                "enable_sleep_mode takes the KV memory away while kvcore may copy from it; kvcore "
+                "serves it with vLLM 0.33 or newer, which tells connectors to stop, and with "
+                "disk.to_device = off"
             )
 
     def _stand_aside(self, error: KVCoreError) -> None:

@@ -30,7 +30,9 @@ from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
-from kvcore_vllm.attention import check_module, lent
+from kvcore_vllm.attention import lent
+from kvcore_vllm.plugin import TRIED, verdict
+from kvcore_vllm.probes import FUSION, LORA
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,7 +47,7 @@ ARCHITECTURES = (
     "GemmaForCausalLM",
     "Phi3ForCausalLM",
 )
-"""Models of vLLM 0.32 whose forward is the embedding and then every layer, and nothing else."""
+"""Models of vLLM whose forward is the embedding and then every layer, and nothing else."""
 
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
 _NO_WINDOW = (None, -1, (-1, -1))
@@ -107,7 +109,7 @@ class VllmLayers(TensorParallelLayers):
 
         parallel = vllm_config.parallel_config.tensor_parallel_size > 1
         super().__init__(distributed if parallel else None)
-        check_module()
+        verdict().holds(FUSION)
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]
         decoder: Any = worker.get_model().model
@@ -120,7 +122,7 @@ class VllmLayers(TensorParallelLayers):
         self.max_rows = vllm_config.scheduler_config.max_num_batched_tokens
         self._served: ServedRequest | None = None
         check_count(self._modules, self.layers)
-        check_arguments(type(self._modules[0]).forward, _LAYER_ARGUMENTS, "vLLM 0.32")
+        check_arguments(type(self._modules[0]).forward, _LAYER_ARGUMENTS, f"vLLM {TRIED[-1]}")
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
@@ -174,10 +176,8 @@ def _lora_manager(vllm_config: VllmConfig, worker: Any) -> Any:
     """Return what maps rows to adapters in vLLM's layers; None in an engine without LoRA."""
     if vllm_config.lora_config is None:
         return None
-    manager = getattr(worker.model_runner.lora_manager, "_adapter_manager", None)
-    if not hasattr(manager, "set_adapter_mapping") or not hasattr(manager, "_last_mapping"):
-        raise UnsupportedError("vLLM's LoRA manager is not the one of 0.32")
-    return manager
+    verdict().holds(LORA)
+    return worker.model_runner.lora_manager._adapter_manager
 
 
 def _attention(layer: Any) -> Attention:

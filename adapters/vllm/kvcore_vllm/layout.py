@@ -1,19 +1,18 @@
 """The layout of vLLM's K and V, as strides of its own tensors.
 
-vLLM 0.32 gives every layer a logical view ``[pages, heads, tokens, K|V content]``. The physical
-order is in the view's strides. The CPU attention kernels pack that memory again, depending on the
-instruction set: "vec" has K column-major, "amx" has K and V in tiles. kvcore has a description of
-each packing, and checks it against the engine's own write kernel before it uses it.
+vLLM gives every layer a logical view ``[pages, heads, tokens, K|V content]``. The physical order is
+in the view's strides. The CPU attention kernels pack that memory again, depending on the
+instruction set: "vec" has K column-major, "amx" has K and V in tiles. `kvcore_vllm.round_trip`
+checks what is said here against the engine's own write operation before anything is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.errors import UnsupportedError
 from kvcore.memory.layout import KVView, from_strides, vllm_cpu_layout
 from kvcore.model.shape import BlockShape
 
@@ -82,32 +81,3 @@ def _cpu_isa(vllm_config: VllmConfig, name: str) -> str:
             f"vLLM's CPU attention packs KV for {isa!r} here; kvcore knows {', '.join(_CPU_ISAS)}"
         )
     return str(isa)
-
-
-def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> None:
-    """Write one page with vLLM's own kernel, and read it back by the layout.
-
-    ``read(cache)`` returns K and V of the page as ``[heads, tokens, dim]``. Raises LayoutError if
-    any element is in another place than the layout says. Nothing may be stored then.
-    """
-    from vllm import _custom_ops as ops
-
-    layout = view.layout
-    tokens, heads, dim = layout.page_tokens, shape.kv_heads, shape.head_dim
-    dtype = getattr(torch, shape.dtype)
-    cache = torch.zeros(1, heads, tokens, 2 * dim, dtype=dtype)
-    count = tokens * heads * dim
-    # Distinct small integers are exact in every float type; K and V use different residues.
-    key = (torch.arange(count) % 251).to(dtype).view(tokens, heads, dim)
-    value = (torch.arange(count) % 241 + 1).to(dtype).view(tokens, heads, dim)
-    k_cache, v_cache = cache.view(1, heads, 2 * tokens, dim).chunk(2, dim=2)
-    slots = torch.arange(tokens, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, slots, isa)
-    got_k, got_v = read(cache)
-    want: Sequence[torch.Tensor] = (key.transpose(0, 1), value.transpose(0, 1))
-    for what, got, expected in zip(("K", "V"), (got_k, got_v), want, strict=True):
-        if not torch.equal(got, expected):
-            raise LayoutError(
-                f"vLLM writes {what} for isa {isa!r} in another order than the one kvcore knows; "
-                "kvcore stores nothing on this build of vLLM"
-            )

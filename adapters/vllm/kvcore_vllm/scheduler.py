@@ -19,7 +19,6 @@ step names the save in its fence, and the worker waits for it before anything wr
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import TransferGraph
+from kvcore_vllm.fences import unknown_writers, written_pages
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
@@ -355,17 +355,11 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
-        if not self._users.graphs:
-            self._load_pages.clear()
-            return []
-        fresh = {*self._load_pages, *_rewritten(output)}
-        self._load_pages.clear()
-        for new in output.scheduled_new_reqs:
-            fresh.update(itertools.chain.from_iterable(new.block_ids))
-        for block_ids in output.scheduled_cached_reqs.new_block_ids:
-            if block_ids is not None:
-                fresh.update(itertools.chain.from_iterable(block_ids))
-        ids = {graph_id for _, saves in self._users.among(fresh) for graph_id in saves}
+        loaded, self._load_pages = self._load_pages, []
+        ids = set(self._users.graphs)
+        if ids and not unknown_writers(type(output)):
+            written = written_pages(output).union(loaded)
+            ids = {graph_id for _, saves in self._users.among(written) for graph_id in saves}
         return sorted(ids - {graph.graph_id for graph in plan.late_saves})
 
     def _computed_tokens(self, request_id: str) -> int:
@@ -514,13 +508,3 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         lora = request.lora_request
         name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
         return self.namespaces.of(name, request.cache_salt)
-
-
-def _rewritten(output: SchedulerOutput) -> Iterator[int]:
-    """Yield the pages that vLLM itself writes in a step: zeroed, copied to, or put into a table."""
-    yield from output.new_block_ids_to_zero or ()
-    for copy in output.kv_cache_block_copies or ():
-        yield copy.dst_block_id
-    tables = getattr(output, "block_table_updates", None) or {}  # vLLM 0.30 and 0.31
-    for groups in tables.values():
-        yield from itertools.chain.from_iterable(groups)

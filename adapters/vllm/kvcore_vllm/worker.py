@@ -30,8 +30,8 @@ class WorkerConnector(StepWorker[str]):
     A load has one attempt: vLLM computes what is missing, or looks it up again. ``layer_of`` maps
     the engine's layer names to canonical layers. ``page_tokens`` is the size of a scheduler block
     of each layer group, in tokens. ``clock`` times the forwards that a plan asks for.
-    ``concurrent_steps`` is the most steps that vLLM has in flight at once. ``request_ids`` are the
-    requests of the current forward in the order of their rows, if the runner told them.
+    ``request_ids`` are the requests of the current forward in the order of their rows, if the
+    runner told them.
     """
 
     def __init__(
@@ -42,13 +42,11 @@ class WorkerConnector(StepWorker[str]):
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
         clock: ForwardTimer[int],
-        concurrent_steps: int,
     ) -> None:
         super().__init__(parts, blends)
         self._layer_of = layer_of
         self._page_tokens = page_tokens
         self._clock = clock
-        self._concurrent_steps = concurrent_steps
         self.request_ids: Sequence[str] = ()
         self._plan = StepPlan()
         self._sync: list[Load[str]] = []
@@ -57,7 +55,7 @@ class WorkerConnector(StepWorker[str]):
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
-        self._tainted = 0  # steps whose saves are dropped
+        self._tainted = False  # a sync load of this step has failed
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -136,8 +134,8 @@ class WorkerConnector(StepWorker[str]):
         self._collect()
         self._sync.clear()
         saves, self._plan.late_saves = self._plan.late_saves, []
-        if self._tainted:
-            self._tainted -= 1
+        tainted, self._tainted = self._tainted, False
+        if tainted:
             self._drop_saves(saves)
             return
         for graph in saves:
@@ -187,6 +185,5 @@ class WorkerConnector(StepWorker[str]):
             if load.failed:
                 self._failed.add(load.request_id)
         elif load.failed and load in self._sync:  # what the step computes from its pages is wrong
-            # So is what the steps compute that the scheduler has already planned on top of it.
-            self._tainted = self._concurrent_steps
+            self._tainted = True
             self._bad_pages.update(self._unfilled(load))

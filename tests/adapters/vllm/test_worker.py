@@ -26,16 +26,13 @@ def scripted() -> ScriptedWorker:
     return ScriptedWorker()
 
 
-def make(
-    scripted: ScriptedWorker, concurrent_steps: int = 1, blends: Any = None
-) -> WorkerConnector:
+def make(scripted: ScriptedWorker, blends: Any = None) -> WorkerConnector:
     return WorkerConnector(
         scripted.parts,
         blends or RefusingFusionWorker(UNIT_TOKENS),
         layer_of={"layer": 0},
         page_tokens=(UNIT_TOKENS,),
         clock=ForwardTimer(torch.device("cpu")),
-        concurrent_steps=concurrent_steps,
     )
 
 
@@ -69,19 +66,14 @@ def test_pages_of_a_failed_sync_load_are_named_in_its_own_step_and_once(
     assert scripted.submitted == [7], "a save of what was computed on the failed load"
 
 
-@pytest.mark.parametrize("concurrent_steps", [1, 2, 5])
-def test_saves_of_all_steps_planned_on_top_of_a_failed_load_are_dropped(
-    scripted: ScriptedWorker, concurrent_steps: int
+def test_only_the_step_of_a_failed_load_saves_nothing(
+    worker: WorkerConnector, scripted: ScriptedWorker
 ) -> None:
-    worker = make(scripted, concurrent_steps)
+    """vLLM plans no step on top of one that has loads."""
     graph = load_graph(7)
     worker.begin(StepPlan(sync_loads=[graph], late_saves=[save_of(8)]))
     scripted.end(graph, ok=False)
     worker.end_forward()
-    for step in range(1, concurrent_steps):
-        worker.begin(StepPlan(late_saves=[save_of(8 + step)]))
-        worker.end_forward()
-    assert scripted.submitted == [7]
     worker.begin(StepPlan(late_saves=[save_of(20)]))
     worker.end_forward()
     assert scripted.submitted == [7, 20]
@@ -162,7 +154,7 @@ class _Blending:
 def test_a_blend_behind_tokens_that_did_not_arrive_has_failed(
     scripted: ScriptedWorker, arrives: bool
 ) -> None:
-    worker = make(scripted, blends=_Blending())
+    worker = make(scripted, _Blending())
     prefix, chunks = load_graph(1), [load_graph(2), load_graph(3)]
     orders = [blend_of("a", chunks[0]), blend_of("b", chunks[1])]
     worker.begin(StepPlan(blends=orders, blend_loads=[("a", prefix)], late_saves=[save_of(9)]))

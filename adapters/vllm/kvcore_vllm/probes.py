@@ -1,0 +1,291 @@
+"""The interfaces of vLLM that kvcore uses, as probes (`kvcore.plugins.probes`).
+
+Whoever uses a new name of vLLM in this package adds it here. `make test-compat` checks the releases
+in `kvcore_vllm.plugin.TRIED`.
+"""
+
+from __future__ import annotations
+
+from kvcore.plugins.probes import Binds, Fields, Has, Overrides, Probe, Takes
+
+FUSION = "blends"
+HOOKS = "attention hooks"
+LORA = "blends with LoRA"
+
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
+_BASE = f"{_CONNECTOR}.v1.base"
+_STATS = f"{_CONNECTOR}.v1.metrics"
+_OUTPUT = "vllm.v1.core.sched.output"
+_SPECS = "vllm.v1.kv_cache_interface"
+_ATTENTION = "vllm.model_executor.layers.attention:Attention"
+
+_BACKENDS = "vllm.v1.attention.backends"
+_WRITERS = ("cpu_attn:CPUAttentionBackendImpl", "flash_attn:FlashAttentionImpl")
+
+PROBES = (
+    Probe(
+        "registration",
+        "for vLLM to find the connector by its name",
+        (Binds(f"{_CONNECTOR}.factory:KVConnectorFactory.register_connector", 3),),
+    ),
+    Probe(
+        "connector",
+        "for vLLM to call kvcore in its scheduler and its workers",
+        (
+            Overrides(
+                (f"{_BASE}:KVConnectorBase_V1", f"{_BASE}:SupportsHMA"),
+                "kvcore_vllm.connector:KVCoreConnector",
+                beside=("get_external_cache_hit_sources",),
+            ),
+            Binds(f"{_BASE}:KVConnectorBase_V1", 3),
+            Fields(f"{_BASE}:KVConnectorBase_V1", "_vllm_config", "_kv_cache_config"),
+            Has(f"{_BASE}:KVConnectorRole.SCHEDULER", f"{_BASE}:KVConnectorMetadata"),
+        ),
+    ),
+    Probe(
+        "messages",
+        "to send plans to the workers and their reports back",
+        (
+            Overrides(
+                (f"{_BASE}:KVConnectorWorkerMetadata",),
+                "kvcore_vllm.messages:KVCoreWorkerMetadata",
+                beside=("merged",),
+            ),
+            Binds(
+                f"{_BASE}:KVConnectorTransferResults",
+                keywords=("finished_recving", "failed_recving"),
+            ),
+            Fields(
+                "vllm.v1.outputs:KVConnectorOutput",
+                "finished_recving",
+                "failed_recving",
+                "kv_connector_worker_meta",
+            ),
+        ),
+    ),
+    Probe(
+        "steps",
+        "to know which tokens a step computes and which pages it writes",
+        (
+            Fields(
+                f"{_OUTPUT}:SchedulerOutput",
+                "scheduled_new_reqs",
+                "scheduled_cached_reqs",
+                "num_scheduled_tokens",
+                "kv_connector_block_state",
+            ),
+            Fields(f"{_OUTPUT}:NewRequestData", "req_id", "block_ids"),
+            Fields(f"{_OUTPUT}:CachedRequestData", "req_ids", "new_block_ids"),
+            Binds(f"{_OUTPUT}:KVConnectorBlockState.get_block_ids", 1),
+            Binds("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
+        ),
+    ),
+    Probe(
+        "requests",
+        "to make the keys of a request from its tokens, its media and its adapter",
+        (
+            Fields(
+                "vllm.v1.request:Request",
+                "request_id",
+                "_all_token_ids",
+                "cache_salt",
+                "get_finished_reason",
+                "kv_transfer_params",
+                "lora_request",
+                "mm_features",
+                "num_computed_tokens",
+                "num_in_flight_tokens",
+                "num_prompt_tokens",
+                "num_tokens",
+                "pooling_params",
+                "prompt_embeds",
+                "prompt_token_ids",
+            ),
+            Fields("vllm.lora.request:LoRARequest", "lora_name", "lora_path"),
+            Fields("vllm.multimodal.inputs:MultiModalFeatureSpec", "identifier", "mm_position"),
+            Fields("vllm.multimodal.inputs:PlaceholderRange", "offset", "length"),
+        ),
+    ),
+    Probe(
+        "model",
+        "to tell one model's KV from another's",
+        (
+            Fields(
+                "vllm.config:VllmConfig",
+                "compilation_config",
+                "device_config",
+                "kv_events_config",
+                "kv_transfer_config",
+                "lora_config",
+                "model_config",
+                "parallel_config",
+                "scheduler_config",
+                "speculative_config",
+            ),
+            Fields(
+                "vllm.config:ModelConfig",
+                "architecture",
+                "dtype",
+                "get_hidden_size",
+                "get_sliding_window",
+                "get_total_num_hidden_layers",
+                "get_total_num_kv_heads",
+                "hf_text_config",
+                "max_model_len",
+                "model",
+                "quantization",
+                "revision",
+            ),
+            Fields(
+                "vllm.config:ParallelConfig",
+                "data_parallel_rank",
+                "data_parallel_size",
+                "decode_context_parallel_size",
+                "nnodes",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "rank",
+                "tensor_parallel_size",
+            ),
+            Fields(
+                "vllm.config:KVTransferConfig",
+                "kv_connector_extra_config",
+                "kv_load_failure_policy",
+                "kv_role",
+            ),
+            Fields("vllm.config:CompilationConfig", "cudagraph_mode", "static_forward_context"),
+            Has("vllm.config.compilation:CUDAGraphMode.has_full_cudagraphs"),
+            Fields("vllm.config:DeviceConfig", "device_type"),
+            Fields("vllm.config:KVEventsConfig", "enable_kv_cache_events"),
+            Fields("vllm.config:SchedulerConfig", "max_num_batched_tokens"),
+            Fields("vllm.config:SpeculativeConfig", "method"),
+            Binds("vllm.distributed.utils:get_pp_indices", 3),
+            Binds("vllm.model_executor.models.utils:extract_layer_index", 1),
+        ),
+    ),
+    Probe(
+        "pages",
+        "to know the layout of a page and which layers share one",
+        (
+            Fields(f"{_SPECS}:KVCacheConfig", "kv_cache_groups"),
+            Fields(
+                f"{_SPECS}:KVCacheGroupSpec",
+                "enable_kv_transfer",
+                "is_eagle_group",
+                "kv_cache_spec",
+                "layer_names",
+            ),
+            *(
+                Fields(
+                    f"{_SPECS}:{spec}",
+                    "block_size",
+                    "dtype",
+                    "head_size",
+                    "head_size_v",
+                    "kv_quant_mode",
+                    "num_kv_heads",
+                    "page_size_padded",
+                    "state_content_bytes",
+                    "tokens_per_state",
+                    "unpadded_page_size_bytes",
+                )
+                for spec in ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+            ),
+            Has(f"{_SPECS}:AttentionSpec", f"{_SPECS}:MLAAttentionSpec"),
+            Fields(f"{_SPECS}:UniformTypeKVCacheSpecs", "kv_cache_specs"),
+            Fields(_ATTENTION, "attn_backend", "impl", "kv_cache"),
+        ),
+    ),
+    Probe(
+        "metrics",
+        "to add kvcore's counters to vLLM's",
+        (
+            Overrides(
+                (f"{_STATS}:KVConnectorStats",),
+                "kvcore_vllm.stats:KVCoreStats",
+            ),
+            Overrides(
+                (f"{_STATS}:KVConnectorPromMetrics",),
+                "kvcore_vllm.stats:KVCorePromMetrics",
+            ),
+            Fields(
+                f"{_STATS}:KVConnectorPromMetrics",
+                "_counter_cls",
+                "_gauge_cls",
+                "_histogram_cls",
+                "_labelnames",
+                "per_engine_labelvalues",
+            ),
+        ),
+    ),
+    Probe(
+        "events",
+        "to publish which blocks are stored",
+        (
+            Has(
+                "vllm.distributed.kv_events:MEDIUM_CPU",
+                "vllm.distributed.kv_events:MEDIUM_STORAGE",
+                "vllm.distributed.kv_events:KVCacheEvent",
+            ),
+            Binds(
+                "vllm.distributed.kv_events:BlockStored",
+                keywords=(
+                    "block_hashes",
+                    "parent_block_hash",
+                    "token_ids",
+                    "block_size",
+                    "lora_id",
+                    "medium",
+                    "lora_name",
+                    "ownership",
+                ),
+            ),
+            Binds(
+                "vllm.distributed.kv_events:BlockRemoved",
+                keywords=("block_hashes", "medium", "ownership"),
+            ),
+        ),
+    ),
+    Probe(
+        "hit sources",
+        "to tell vLLM from which tier tokens came",
+        (
+            Has(
+                "vllm.v1.metrics.cache_hit_source:CacheHitSource.HOST",
+                "vllm.v1.metrics.cache_hit_source:CacheHitSource.DISK",
+                "vllm.v1.metrics.cache_hit_source:CacheHitSource.EXTERNAL_UNSPECIFIED",
+            ),
+        ),
+        without="its metrics do not tell tiers apart",
+    ),
+    Probe(
+        FUSION,
+        "to run decoder layers outside a forward",
+        (
+            Takes(
+                f"{_ATTENTION}.forward",
+                ("self", "query", "key", "value", "output_shape", "output_dtype"),
+            ),
+            Fields(_ATTENTION, "head_size", "head_size_v", "num_heads", "num_kv_heads"),
+            Fields("vllm.v1.request:Request", "_block_hasher", "block_hashes"),
+            Fields("vllm.v1.worker.worker_base:WorkerBase", "get_model", "vllm_config"),
+            Has("vllm.v1.attention.backend:AttentionBackend.forward_includes_kv_cache_update"),
+            *(Binds(f"{_BACKENDS}.{writer}.do_kv_cache_update", 5) for writer in _WRITERS),
+        ),
+        without="exact prefixes only",
+    ),
+    Probe(
+        LORA,
+        "to apply a request's adapter in a blend",
+        (
+            Binds("vllm.lora.layers:LoRAMapping", 2, ("is_prefill",)),
+            Fields("vllm.lora.request:LoRARequest", "lora_int_id"),
+            Fields(
+                "vllm.lora.model_manager:LoRAModelManager", "_last_mapping", "set_adapter_mapping"
+            ),
+            Fields("vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin", "lora_manager"),
+            Fields("vllm.lora.worker_manager:LRUCacheWorkerLoRAManager", "_adapter_manager"),
+        ),
+        without="no blends in an engine with LoRA",
+    ),
+)
