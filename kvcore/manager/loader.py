@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from kvcore.errors import CapacityError, KVCoreError
+from kvcore.errors import KVCoreError
 from kvcore.index import BlockIndex, Reservation
 from kvcore.manager.base import HOST, Hit, Lane
 from kvcore.manager.inflight import Flight, Flights
@@ -138,20 +138,25 @@ class Loader:
         for reservation in promoted:
             host_slots += reservation.slots.tolist()
         missing = blocks.size - len(host_slots)
-        if missing:
-            host_slots += self._stage(flight, missing, promoted)
-        graph = build_load(
-            next(self._flights.ids),
-            Chain.of(hit.keys, hit.namespace, blocks),
-            host_slots,
-            _split_rows(rows, [r.stop - blocks.start for r in promoted]),
-            units,
-            batch_rows=batch,
-            layers=layers,
-            deadline_s=deadline_s,
-            nodes=self._nodes(hit, blocks),
-            staged=staged,
-        )
+        try:
+            if missing:
+                host_slots += self._flights.stage(flight, missing)
+            graph = build_load(
+                next(self._flights.ids),
+                Chain.of(hit.keys, hit.namespace, blocks),
+                host_slots,
+                _split_rows(rows, [r.stop - blocks.start for r in promoted]),
+                units,
+                batch_rows=batch,
+                layers=layers,
+                deadline_s=deadline_s,
+                nodes=self._nodes(hit, blocks),
+                staged=staged,
+            )
+        except KVCoreError:
+            for reservation in promoted:
+                self._index.lifecycle.abort(reservation)
+            raise
         _assign(flight, graph, promoted)
         return graph
 
@@ -218,14 +223,6 @@ class Loader:
                 if len(reservation) < right - left:
                     return made
         return made
-
-    def _stage(self, flight: Flight, rows: int, promoted: Sequence[Reservation]) -> list[int]:
-        try:
-            return self._flights.stage(flight, rows)
-        except CapacityError:
-            for reservation in promoted:
-                self._index.lifecycle.abort(reservation)
-            raise
 
 
 def _assign(flight: Flight, graph: TransferGraph, promoted: Sequence[Reservation]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcore.errors import KVCoreError
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
@@ -110,14 +111,19 @@ class Offloader:
         if sink_tier is not None and self._breakers.writes[sink_tier.name].allows():
             self._spill(sink_tier, keys, namespace, start)
             sink, written = self._reserve_sink(sink_tier, keys, namespace, start, stop)
-        graph = build_save(
-            next(self._flights.ids),
-            Chain.of(keys, namespace, Span(start, stop)),
-            reservation.slots.tolist(),
-            units,
-            sink,
-            batch_rows=self._flights.batch,
-        )
+        try:
+            graph = build_save(
+                next(self._flights.ids),
+                Chain.of(keys, namespace, Span(start, stop)),
+                reservation.slots.tolist(),
+                units,
+                sink,
+                batch_rows=self._flights.batch,
+            )
+        except KVCoreError:
+            for reserved in (reservation, *written):
+                self._index.lifecycle.abort(reserved)
+            raise
         flight = Flight(keys, start, {0: reservation})
         flight.on_end.append(lambda: self.offer(keys, namespace, stop))
         for tier in through:

@@ -13,6 +13,7 @@ from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
+from kvcore_vllm.testing import rig
 
 pytestmark = pytest.mark.engine
 
@@ -47,11 +48,15 @@ def answered(process: EngineProcess) -> list[int]:
     return sorted(int(x.rsplit("rows=", 1)[1]) for x in lines if "answered request=" in x)
 
 
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2 asynchronous"])
 def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
-    model: Path, asked: list[list[int]], plain: list[Generation]
+    model: Path, asked: list[list[int]], plain: list[Generation], v2: bool
 ) -> None:
     """Tokens stay, so q, k, v, positions and rows are what they are said to be."""
-    with engine(model, CONFIG, env=environment("answer", "fail")) as process:
+    env = environment("answer", "fail") | (dict(rig.V2) if v2 else {})
+    with engine(model, CONFIG, env=env, asynchronous=v2) as process:
+        runner = "vllm.v1.worker.cpu.model_runner." if v2 else "vllm.v1.worker.cpu_model_runner."
+        assert process.wait_ready()["runner"].startswith(runner)
         alone = answers(process, asked[:3])
         told = answered(process)
         together = answers(process, asked[3:], batch=3)

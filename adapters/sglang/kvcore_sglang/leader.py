@@ -34,6 +34,7 @@ from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.worker import refuse
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
 from kvcore_sglang.messages import Order
@@ -329,13 +330,14 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
             self._served.popitem(last=False)
         _log.debug("load request=%s tokens=%d..%d", rid, asked.device_tokens, asked.stop)
 
-    def drop(self, order: Order) -> None:
-        """Cancel the loads and blends of an order that no rank has started."""
+    def drop(self, rid: str, order: Order) -> None:
+        """Cancel the order of a request that no rank has started. Its tokens count as missed."""
+        self._failed(rid, self._served.pop(rid, {}))
         chunks = [chunk.graph for blend in order.blends for chunk in blend.chunks]
         for graph in (*order.graphs, *chunks):
-            for op in graph.ops:
-                rows = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
-                self._complete(OpReport(graph.graph_id, op.op_id, rows))
+            self._loading.pop(graph.graph_id, None)
+            for report in refuse(graph, RowError.CANCELLED):
+                self._complete(report)
         if self._fusion is not None:
             for blend in order.blends:
                 self._fusion.forget(blend.request_id)
@@ -358,6 +360,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str] | None = None) -> None:
         """Forget an answered or aborted request; ``headers`` are its W3C trace context."""
         self._take(rid)
+        self._refused.pop(rid, None)  # a client may use the name again
         self.recorder.ended(rid, outcome, headers)
 
     # -- the tree grows ---------------------------------------------------------------------

@@ -324,7 +324,7 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         """Drop the planned load of a request; return True if there was one."""
         order = self._queued.pop(rid, None)
         if order is not None and self.leader is not None:
-            self.leader.drop(order)
+            self.leader.drop(rid, order)
         return order is not None
 
     def refuse(self, rids: Sequence[str]) -> None:
@@ -450,7 +450,8 @@ class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's cl
         go on, and their blocks are dropped with the rest.
         """
         self.layer_done_counter.reset()
-        self._queued.clear()
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
         self._offered = 0
         if self._parts is None:
             return

@@ -36,6 +36,7 @@ from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.worker import refuse
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.messages import StepPlan
@@ -104,9 +105,19 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- a request comes --------------------------------------------------------------------
 
     def match(self, request: Any, computed: int) -> tuple[int, bool]:
-        """Promise tokens beyond ``computed``. Return how many, and True if the request parks."""
+        """Promise tokens beyond ``computed``. Return how many, and True if the request parks.
+
+        If this raises, nothing is promised.
+        """
         self._drop(request.request_id)
         self._asked[request.request_id] = computed
+        try:
+            return self._match(request, computed)
+        except Exception:
+            self._drop(request.request_id)
+            raise
+
+    def _match(self, request: Any, computed: int) -> tuple[int, bool]:
         if self.disabled or excluded(request):
             return 0, False
         tokens = request.get_tokens(0)
@@ -291,11 +302,14 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             self._plan.lost_loads.append(request_id)
 
     def _mark_lost(self, request_id: int) -> None:
-        """Note that promised KV of a request will not come. It is counted once."""
+        """Note that promised KV of a request will not come. It is counted once.
+
+        Does nothing for a request that is gone: no step will have it.
+        """
         tracked = self._requests.get(request_id)
         if tracked is not None and request_id not in self._lost:
             self._failed(str(request_id), tracked.reused)
-        self._lost.add(request_id)
+            self._lost.add(request_id)
 
     def _load(self, tracked: Tracked, pages: PageTables, lane: Lane) -> TransferGraph:
         promise = tracked.promise
@@ -494,19 +508,22 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     def last_plan(self, why: str) -> StepPlan:
         """Return a plan to replace one that could not be made, for the reason ``why``.
 
-        No graph of the step is sent. Parked requests are reported and will fail. The fence names
-        every graph that uses pages.
+        No graph of the step that uses pages is sent: each ends here, as failed. Parked requests are
+        reported and will fail. The fence names every other graph that uses pages.
         """
         made, self._plan = self._plan, StepPlan()
         parked = [*(request_id for request_id, _ in made.async_loads), *made.lost_loads]
         for request_id in parked:
             self._mark_lost(request_id)
         pairs = (*made.async_loads, *made.early_saves, *made.late_saves)
-        planned = {graph.graph_id for _, graph in pairs}
-        planned |= {graph.graph_id for graph in made.sync_loads}
-        self._outbox.graphs.clear()
-        fence = sorted(self._using.keys() - planned)
-        return StepPlan(lost_loads=parked, fence=fence, broken=why)
+        unsent = [*(graph for _, graph in pairs), *made.sync_loads]
+        unsent += [chunk.graph for order in made.blends for chunk in order.chunks]
+        self.hear((r for graph in unsent for r in refuse(graph, RowError.UPSTREAM)), ())
+        made.fence = sorted(self._using.keys() - {graph.graph_id for graph in unsent})
+        made.async_loads, made.early_saves, made.late_saves = [], [], []
+        made.sync_loads, made.blends = [], []
+        made.lost_loads, made.broken = parked, why
+        return made
 
     # -- a request goes ---------------------------------------------------------------------
 

@@ -144,9 +144,13 @@ def test_a_load_that_is_dropped_leaves_nothing(rigs: list[SGLangRig]) -> None:
     gain = rig.lookup("gone", tokens)
     order = rig.leader.load("gone", rig.slots(gain))
     assert order.graphs
-    rig.leader.drop(order)
+    rig.leader.drop("gone", order)
     assert rig.leader.manager.in_flight == 0
     rig.leader.check_integrity()
+    assert "gone" not in rig.leader.state["requests"]
+    assert not rig.leader._loading
+    misses = rig.leader.metrics.snapshot()["kvcore_misses_total"]
+    assert misses["load_failed"] == 1, "its tokens were not reused"
 
 
 @pytest.mark.parametrize("failures", [1, ATTEMPTS - 1, ATTEMPTS])
@@ -177,6 +181,8 @@ def test_a_copy_that_fails_is_tried_again(
     rig.leader.refuse(["failed"])
     rig.settle()
     assert rig.lookup("failed", tokens) == 0, "it would fail for ever"
+    rig.leader.ended("failed", "done")
+    assert rig.lookup("failed", tokens) == gain, "another request of that name"
     assert rig.lookup("another", tokens) == gain
 
 
@@ -335,6 +341,6 @@ def test_a_name_that_comes_again_with_other_wishes_gets_those(rigs: list[SGLangR
     assert gain(fusion={"enabled": False}) == 256
     order = rig.leader.load("job", rig.slots(256))
     assert not order.blends
-    rig.leader.drop(order)
+    rig.leader.drop("job", order)
     assert gain(fusion={"enabled": False}) == 256
     assert gain() > 256

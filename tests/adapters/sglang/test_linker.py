@@ -43,6 +43,9 @@ class Leader:
     def refuse(self, rids: Iterable[str]) -> None:
         self.refused += rids
 
+    def drop(self, rid: str, order: Order) -> None:
+        self.told.append(f"drop {rid}")
+
     def disable(self, why: str) -> None:
         self.told.append("stand aside")
 
@@ -131,8 +134,10 @@ def test_a_flush_waits_for_pages_and_for_no_medium(
     linker = made(linker_class, leader, worker)
     linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
+    linker._queued = {"r": Order()}
     linker.reset()
-    first = [] if lands else ["stand aside"]
+    first = ["drop r", *([] if lands else ["stand aside"])]
+    assert not linker._queued
     assert leader.told == [*first, "forget requests", *([] if keeps else ["clear"])]
 
 

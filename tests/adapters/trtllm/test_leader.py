@@ -280,3 +280,62 @@ def test_pages_that_the_engine_lacks_are_not_saved() -> None:
     leader = make_leader()
     plan = begin(leader, 1, PROMPT, [0, 1])
     assert plan.late_saves == []
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_what_a_plan_that_cannot_be_made_would_have_sent_ends_as_failed(
+    monkeypatch: pytest.MonkeyPatch, parked: bool
+) -> None:
+    leader = make_leader("0B" if parked else "512MiB")
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    leader.finished(asked(1, PROMPT), [[0, 1, 2]])
+    longer = [*PROMPT, *range(300, 332)]
+    one, other = asked(2, longer), asked(3, list(range(500, 548)))
+    for wanted, pages in ((one, [4, 5, 6, 7, 8]), (other, [9, 10, 11])):
+        leader.match(wanted, 0)
+        leader.allocated(wanted, [pages])
+    assert leader.manager.in_flight == parked
+    monkeypatch.setattr(leader, "_fence", lambda plan: 1 / 0)
+    new = [
+        data(2, longer, [4, 5, 6, 7, 8], 48, 32),
+        data(3, other.get_tokens(0), [9, 10, 11], 0, 48),
+    ]
+    with pytest.raises(ZeroDivisionError):
+        leader.build_plan(output(new[parked:]))
+    assert leader.manager.in_flight
+    plan = leader.last_plan("an error")
+    assert plan.lost_loads == ([2] if parked else [])
+    assert (plan.broken, plan.fence) == ("an error", [])
+    sent = (plan.async_loads, plan.early_saves, plan.late_saves, plan.sync_loads, plan.blends)
+    assert not any(sent)
+    assert leader.manager.in_flight == 0
+    leader.check_integrity()
+
+
+def test_a_load_that_fails_after_its_request_has_gone_is_not_remembered() -> None:
+    leader = make_leader("0B")
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    leader.finished(asked(1, PROMPT), [[0, 1, 2]])
+    plan = begin(leader, 2, PROMPT, [4, 5, 6])
+    [(_, load)] = plan.async_loads
+    leader.forget(2)
+    leader.take_news([OpReport(load.graph_id, op.op_id, {0: RowError.IO}) for op in load.ops], [])
+    assert not leader._lost
+
+
+def test_an_error_while_a_promise_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader = make_leader()
+    end(leader, begin(leader, 1, PROMPT, [0, 1, 2]))
+    leader.finished(asked(1, PROMPT), [[0, 1, 2]])
+    monkeypatch.setattr(leader, "_by_first_tier", lambda *_: 1 / 0)
+    one = asked(2, PROMPT)
+    with pytest.raises(ZeroDivisionError):
+        leader.match(one, 0)
+    leader.allocated(one, [[4, 5, 6]])
+    plan = leader.build_plan(output([data(2, PROMPT, [4, 5, 6], 0, 48)]))
+    assert plan.sync_loads == [], "the engine computes these pages"
+    leader.check_integrity()
+    assert leader.manager.index.evictions.evict(HOST, 8), "its blocks are no longer pinned"

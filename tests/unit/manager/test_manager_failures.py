@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore._util.circuit_breaker import Breaker, BreakerState
-from kvcore.manager import HOST, Readiness
+from kvcore.errors import TransferError
+from kvcore.manager import HOST, Readiness, WritePolicy
 from kvcore.manager.inflight import STALLED_S
 from kvcore.transfer.graph import OpReport, RowError
 from support.manager import NAMESPACE, ManagerRig, chain
@@ -230,3 +231,34 @@ def test_a_block_that_a_store_dropped_is_no_failure_of_the_store() -> None:
     assert rig.manager.tiers.breakers.reads["disk"].state is BreakerState.CLOSED
     assert "kvcore_corrupt_blocks_total" not in rig.metrics.snapshot()
     rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize("write", WritePolicy)
+def test_a_save_that_cannot_be_planned_leaves_no_slot_reserved(write: WritePolicy) -> None:
+    rig = ManagerRig(write=write)
+    keys = chain(1, 2, 3)
+    with pytest.raises(TransferError):
+        rig.manager.launch_save(keys, NAMESPACE, 3, lambda start, stop: rig.units(stop - start + 1))
+    rig.manager.check_integrity()
+    rig.save(keys)
+    rig.drain()
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 3
+
+
+@pytest.mark.parametrize("device", [0, 4])
+def test_a_load_that_cannot_be_planned_leaves_no_slot_reserved(device: int) -> None:
+    rig = ManagerRig(host=4, disk=16, device=device)
+    keys = chain(1, 2, 3, 4)
+    rig.save(keys)
+    rig.drain()
+    rig.save(chain(7, 8, 9, 10))
+    rig.drain()
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    with pytest.raises(TransferError):
+        rig.manager.launch_load(hit, 0, 4, rig.units(5))
+    rig.manager.check_integrity()
+    graph = rig.load(keys)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == keys
+    assert rig.manager.get_match(keys, NAMESPACE).in_host == (0 if device else 4), "and kept"
