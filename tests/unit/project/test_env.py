@@ -141,6 +141,45 @@ def test_vllm_s_cpu_build_gets_the_name_that_its_command_asks_for(
     assert not found.entry_points
 
 
+def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
+    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, path = tmp_path / "vllm", tmp_path / "vllm-0.33"
+    command = ["vllm-0.33", "--path", str(path), "--base", str(base), "--device", "cpu"]
+    monkeypatch.undo()  # the environments and the steps are real here
+    assert env.main(command) == 1, "there is no base"
+    subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+    below = env.Environment(base, tmp_path / "log")
+    (below.site / "vllm").mkdir()
+    (below.site / "vllm" / "_C.abi3.so").write_bytes(b"compiled")
+    (below.site / "torch.py").touch()
+    below.stamp({"engine": "one"})
+    real = env.Environment.pip
+
+    def pip(self: object, *arguments: str) -> None:
+        if arguments[0] != "download":
+            real(self, *arguments)
+            return
+        wheel = Path(arguments[arguments.index("--dest") + 1]) / "vllm-0.33.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("vllm/__init__.py", "import torch\n")
+            archive.writestr("vllm/_cuda.so", "much")
+
+    monkeypatch.setattr(env.Environment, "pip", pip)
+    assert env.main([*command, "--check"]) == 1
+    assert env.main(command) == 0
+    assert env.main([*command, "--check"]) == 0
+    layer = env.Environment(path, tmp_path / "log", base)
+    said = layer.output("import vllm, importlib.metadata as m; print(m.version('vllm'))")
+    assert said.strip() == "0.33.0+cpu"
+    assert sorted(file.name for file in (layer.site / "vllm").glob("*.*")) == [
+        "_C.abi3.so",
+        "__init__.py",
+    ]
+    below.stamp({"engine": "another"})
+    assert env.main([*command, "--check"]) == 1, "its base is not the one that it was made over"
+
+
 def test_stand_ins_are_let_be_until_kvcore_is_there(env: ModuleType, tmp_path: Path) -> None:
     """Python runs the file at each start, and pip's is before kvcore is installed."""
     (tmp_path / env.STAND_INS).write_text(env.INSTALL_STAND_INS)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,16 +22,21 @@ from typing import Any, NamedTuple
 __all__ = [
     "STEPS",
     "V2",
+    "V2_RUNNER",
     "InWorker",
     "Overlap",
     "interpret",
     "keep_asynchronous",
     "overlap",
     "record",
+    "sample_rows_at_once",
 ]
 
 V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 """Environment variables of an engine's process for Model Runner V2 on a CPU."""
+
+V2_RUNNER = "vllm.v1.worker.cpu.model_runner"
+"""Module of Model Runner V2's class for a CPU."""
 
 STEPS = "kvcore_steps"
 """Key of vLLM's ``additional_config`` that names the file for `kvcore_vllm.testing.steps`."""
@@ -94,9 +99,51 @@ class InWorker:
     model_runner: Any
 
     def kvcore_runner(self) -> str:
-        """Return the full name of the class that runs the model in this worker."""
+        """Return the full name of the class that runs the model in this worker.
+
+        If its kernels are interpreted, make the sampler quick first.
+        """
         kind = type(self.model_runner)
+        if os.environ.get("TRITON_INTERPRET") == "1" and kind.__module__ == V2_RUNNER:
+            sample_rows_at_once()
         return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def sample_rows_at_once() -> None:
+    """Have Model Runner V2's sampler read a row of logits in one program, not in blocks of 1024.
+
+    The interpreter spends milliseconds on a program, whatever its size, and SmolLM2's vocabulary
+    has 48 blocks: without this, sampling takes most of a step. Idempotent.
+    """
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    module: Any = gumbel
+    if not isinstance(module._gumbel_sample_kernel, _RowsAtOnce):
+        module._gumbel_sample_kernel = _RowsAtOnce(module._gumbel_sample_kernel)
+        _say("the sampler's kernel reads a row of logits in one program, not in blocks")
+
+
+class _RowsAtOnce:
+    """A launcher of vLLM's sampling kernel with one program for each row of logits.
+
+    The kernel writes the best token of each block of a row, and its value, to two tensors of shape
+    [rows, blocks]. The block is made as long as the row here, so the first column has the result.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        rows, blocks = grid
+
+        def launch(*args: Any, **options: Any) -> None:
+            _, _, best_value, *_ = args
+            best_value[:, 1:] = float("-inf")
+            block = options["BLOCK_SIZE"] * blocks
+            options["BLOCK_SIZE"] = 1 << (block - 1).bit_length()
+            self._kernel[(rows, 1)](*args, **options)
+
+        return launch
 
 
 class Overlap(NamedTuple):
