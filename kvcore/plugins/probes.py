@@ -32,6 +32,7 @@ from kvcore.plugins.sources import (
 
 __all__ = [
     "Binds",
+    "Either",
     "Failed",
     "Fields",
     "Has",
@@ -86,14 +87,18 @@ class Fields:
 
 @dataclass(frozen=True)
 class Takes:
-    """A function with exactly these parameters, because kvcore replaces or wraps it."""
+    """A function with these parameters, because kvcore replaces or wraps it.
+
+    ``more`` may follow them.
+    """
 
     target: str
     names: tuple[str, ...]
+    more: bool = False
 
     def check(self, sources: Sources) -> None:
         found = parameters(sources.find(self.target).node)
-        if found != self.names:
+        if (found[: len(self.names)] if self.more else found) != self.names:
             raise Missing(f"{self.target} takes {found}; kvcore knows {self.names}")
 
 
@@ -166,6 +171,21 @@ class Overrides:
 
 
 @dataclass(frozen=True)
+class Either:
+    """Groups of wants, one of which must hold."""
+
+    groups: tuple[tuple[Want, ...], ...]
+
+    def __init__(self, *groups: tuple[Want, ...]) -> None:
+        object.__setattr__(self, "groups", groups)
+
+    def check(self, sources: Sources) -> None:
+        lacking = [_lacks(group, sources) for group in self.groups]
+        if all(lacking):
+            raise Missing(", and ".join(lacking))
+
+
+@dataclass(frozen=True)
 class Probe:
     """One interface of an engine.
 
@@ -180,14 +200,19 @@ class Probe:
 
     def failure(self, sources: Sources) -> str:
         """Return what the engine lacks, or an empty string."""
-        try:
-            for want in self.wants:
-                want.check(sources)
-        except Missing as error:
-            return str(error)
-        except (OSError, SyntaxError, ValueError) as error:
-            return f"its sources cannot be read: {error}"
-        return ""
+        return _lacks(self.wants, sources)
+
+
+def _lacks(wants: Sequence[Want], sources: Sources) -> str:
+    """Return the first thing that is missing, or an empty string."""
+    try:
+        for want in wants:
+            want.check(sources)
+    except Missing as error:
+        return str(error)
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"the sources cannot be read: {error}"
+    return ""
 
 
 # -- the verdict ------------------------------------------------------------------------------
@@ -242,7 +267,7 @@ class Verdict(NamedTuple):
             probe, lacks = self.failed[0]
             why = f": probe {probe.name!r}{more} failed: {lacks}. It is needed {probe.needed_for}"
         elif self.standing is Standing.PROBED:
-            why = f": tried are {self._tried}; all {self.held} required probes hold"
+            why = f": tried are {self._tried}; {self.held} probes hold"
         lost = "".join(f"; {each.probe.without} ({each.lacks})" for each in self.lost)
         return f"{self.distribution} {self.version}, {self.standing.value}{why}{lost}"
 
@@ -266,7 +291,7 @@ def judge(engine: EngineSpec) -> Verdict:
     """Return the verdict on the installed version. Reads sources, and imports no engine."""
     found = installed(engine)
     sources = Sources(engine.package)
-    if found.version is None and not sources.roots:
+    if found.version is None and not sources.exists:
         return Verdict(found.distribution, None, Standing.ABSENT, engine.tried)
     return _judge(engine, found.distribution, found.version or UNKNOWN, sources)
 

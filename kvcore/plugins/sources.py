@@ -50,18 +50,26 @@ class Sources:
         self.package = package
         self._root = root
         self._modules: dict[str, dict[str, ast.AST]] = {}
+        self._classes: dict[Definition, dict[str, Definition]] = {}
 
     @cached_property
     def roots(self) -> tuple[Path, ...]:
         """The folders of the package; empty if it was not found."""
         if self._root is not None:
             return (self._root,)
+        if self.package in sys.modules:
+            return tuple(map(Path, getattr(sys.modules[self.package], "__path__", ())))
         try:
             spec = importlib.util.find_spec(self.package)
         except (ImportError, ValueError):
             return ()
         places = spec.submodule_search_locations if spec is not None else None
         return tuple(Path(place) for place in places or ())
+
+    @property
+    def exists(self) -> bool:
+        """True if the package can be imported here, or is imported already."""
+        return self.package in sys.modules or bool(self.roots)
 
     # -- names ------------------------------------------------------------------------------
 
@@ -91,11 +99,13 @@ class Sources:
 
         These are methods, fields, and what its methods assign to ``self``.
         """
-        found: dict[str, Definition] = {}
-        for at in self._lineage(owner):
-            for name, node in _members(at.node):
-                found.setdefault(name, Definition(at.module, node))
-        return found
+        known = self._classes.get(owner)
+        if known is None:
+            known = self._classes[owner] = {}
+            for at in self._lineage(owner):
+                for name, node in _members(at.node):
+                    known.setdefault(name, Definition(at.module, node))
+        return known
 
     def fields(self, owner: Definition) -> list[tuple[str, ast.AnnAssign]]:
         """Return the annotated fields of a class in order, those of bases first."""
@@ -128,7 +138,7 @@ class Sources:
             return Definition(module, node)
         source = self._imported_from(module, node)
         original = next(a.name for a in node.names if (a.asname or a.name) == name)
-        if not hops or not source.startswith(self.package):
+        if not hops or self._file(source) is None:
             return Definition(module, node)  # another package's: it exists, and that is all
         return self._resolve(source, original, hops - 1)
 
@@ -162,8 +172,8 @@ class Sources:
         loaded = getattr(sys.modules.get(module), "__file__", None)
         if self._root is None and isinstance(loaded, str) and loaded.endswith(".py"):
             return Path(loaded)
-        inside = module.split(".")[1:]
-        for root in self.roots:
+        package, *inside = module.split(".")
+        for root in self.roots if package == self.package else ():
             place = root.joinpath(*inside)
             for file in (place / "__init__.py", place.with_suffix(".py")):
                 if file.is_file():

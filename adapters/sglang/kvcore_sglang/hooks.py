@@ -1,4 +1,4 @@
-"""kvcore's hooks in SGLang, beyond the linker's own interface. Checked against 0.5.23.
+"""kvcore's hooks in SGLang, beyond the linker's own interface.
 
     UnifiedCacheLinkerWrapper.match                 gives kvcore the tokens of a lookup
     UnifiedRadixCache.insert                        gives kvcore the tokens of a save
@@ -334,7 +334,7 @@ TIME_HOOKS = (
 )
 """Without these hooks prefill is not timed, and the time that loads save is not counted."""
 
-_PUBLISHING = ("checkpoint_kv_cache", "release_kv_cache")
+PUBLISHING = ("checkpoint_kv_cache", "release_kv_cache")
 """The functions of ``sglang.srt.mem_cache.common`` that put a request's KV into the tree. They skip
 a request that has ``skip_radix_cache_insert``."""
 
@@ -370,7 +370,7 @@ def _misfit(hook: Hook) -> str:
 def check_fusion() -> None:
     """Raise UnsupportedError unless kvcore can keep approximate KV out of SGLang's tree."""
     check(FUSION_HOOKS)
-    for name in _PUBLISHING:
+    for name in PUBLISHING:
         function = pkgutil.resolve_name(f"sglang.srt.mem_cache.common.{name}")
         code = getattr(inspect.unwrap(function), "__code__", None)
         if code is None or "skip_radix_cache_insert" not in code.co_names:

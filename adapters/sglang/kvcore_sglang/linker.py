@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvcore import log
 from kvcore.config import Config, load_config
@@ -38,6 +37,7 @@ from kvcore_sglang.fusion_scheduler import Asking, asking_of
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
+from kvcore_sglang.plugin import linker_base
 from kvcore_sglang.ranks import gather_words
 
 _log = logging.getLogger("kvcore.sglang")
@@ -56,7 +56,10 @@ def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
     return lambda counted: sink.apply(counted, (name,))
 
 
-class KVCoreLinker(UnifiedCacheLinker):  # type: ignore[misc]  # the engine's class, unknown to mypy
+_LinkerBase: Any = linker_base()
+
+
+class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
     """The linker on one rank. Rank 0's has the leader. Called from the scheduler's thread only.
 
     SGLang documents when it calls the methods of `UnifiedCacheLinker`; `kvcore_sglang.hooks` calls

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import ConfigError
 from kvcore.log import get_logger
@@ -17,16 +18,17 @@ from kvcore.plugins.engine import (
     given_settings,
     has_entry_point,
     serve_environment,
-    unsupported,
 )
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
+from kvcore.plugins.probes import Probe, Standing, Verdict, judge, require
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
 LINKER = "KVCoreLinker"
 LINKER_MODULE = "kvcore_sglang.linker"
-VERSIONS = ">=0.5.23,<0.5.24"
+LINKER_PROBE, STORAGE_PROBE = "linker", "storage"
+"""The probes of SGLang's two entrances, in `kvcore_sglang.probes`."""
 FLAG = "--unified-cache-external-linker"
 
 _log = get_logger("kvcore.sglang.plugin")
@@ -39,21 +41,60 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def register() -> None:
-    """Register kvcore's hooks with SGLang, if the version fits. Never raises.
+    """Register kvcore's hooks with SGLang. Never raises.
 
     This is an entry point of SGLang, called once in every process of the engine. The hooks do
     nothing until there is a linker of kvcore's, which checks that they are in place.
     """
     try:
-        problem = unsupported(ENGINE)
-        if problem is None:
-            from kvcore_sglang.hooks import register_all
+        from kvcore_sglang.hooks import register_all
 
-            register_all()
-        else:
-            _log.warning("hooks_not_registered", **problem)
+        register_all()
     except Exception:  # noqa: BLE001 - an engine that moved on must still start
-        _log.exception("hooks_not_registered", supported=VERSIONS)
+        _log.exception("hooks_not_registered")
+
+
+@cache
+def verdict() -> Verdict:
+    """Return what is known of the installed SGLang, found out once in a process.
+
+    Raises UnsupportedError if kvcore does not serve it.
+    """
+    return require(ENGINE)
+
+
+def linker_base() -> Any:
+    """Return the base class of the linker.
+
+    Raises UnsupportedError if this SGLang cannot have kvcore as its linker. The configuration names
+    the linker, so SGLang must not start without it.
+    """
+    _enter(LINKER_PROBE)
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+    return UnifiedCacheLinker
+
+
+def storage_base() -> Any:
+    """Return the base class of the storage. Raises UnsupportedError as `linker_base` does."""
+    _enter(STORAGE_PROBE)
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+    return HiCacheStorage
+
+
+def _enter(entrance: str) -> None:
+    found = verdict()
+    found.holds(entrance)
+    if found.standing is Standing.PROBED:
+        _log.warning("engine_untried", engine=found.about)
+
+
+def probes() -> Sequence[Probe]:
+    """Return the interfaces of SGLang that kvcore uses."""
+    from kvcore_sglang.probes import PROBES
+
+    return PROBES
 
 
 def linker_config(config: Config) -> dict[str, object]:
@@ -80,8 +121,10 @@ def engine_settings(config: Config) -> dict[str, object]:
 def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeCommand:
     """Return the command for ``sglang.launch_server`` with kvcore as its cache linker.
 
-    Raises ConfigError if the engine's arguments name a linker.
+    Raises ConfigError if the engine's arguments name a linker, and UnsupportedError if the
+    installed SGLang has no linkers.
     """
+    judge(ENGINE).holds(LINKER_PROBE)
     if clash := [arg for arg in engine_args if FLAG.lstrip("-") in arg.replace("_", "-")]:
         raise ConfigError(
             f"given {clash[0]!r}; `kvcore serve` writes {FLAG}-* itself: put kvcore's settings in "
@@ -100,4 +143,7 @@ def status() -> str:
     return "no sglang.srt.plugins entry point: reinstall kvcore"
 
 
-ENGINE = EngineSpec("sglang", ("sglang",), VERSIONS, serve, status)
+TRIED = ("0.5.23",)
+"""Releases that have served with kvcore; docs/sglang.md says in which configurations."""
+
+ENGINE = EngineSpec("sglang", ("sglang",), serve, status, "sglang", TRIED, probes)

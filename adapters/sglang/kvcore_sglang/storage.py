@@ -24,7 +24,6 @@ from operator import mul
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvcore import log
 from kvcore.config import Config, load_config
@@ -34,6 +33,7 @@ from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
 from kvcore.tiers.geometry import Geometry
 from kvcore_sglang.describe import fingerprint
+from kvcore_sglang.plugin import storage_base
 
 __all__ = ["HostPages", "KVCoreStorage"]
 
@@ -114,7 +114,10 @@ class HostPages:
         )
 
 
-class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class, unknown to mypy
+_StorageBase: Any = storage_base()
+
+
+class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
     """HiCache's storage on one rank. HiCache calls it from its own threads, several at once.
 
     The tier must be usable when the engine starts: `register_mem_pool_host` raises an error if the
@@ -153,15 +156,15 @@ class KVCoreStorage(HiCacheStorage):  # type: ignore[misc]  # the engine's class
         share = _ranks(self._storage, server_args)
         self._store, self._pages = open_pages(self._config, geometry, identity, share), pages
 
-    def on_host_pools_registered(self) -> None:
-        """Raise UnsupportedError if there are other pools: kvcore would store only a part."""
-        others = sorted({str(name) for name in getattr(self, "registered_pools", {})} - {"kv"})
-        if others:
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Raise UnsupportedError for a pool besides KV: kvcore would store only a part."""
+        if str(host_pool_name) != "kv":
             self.close()
             raise UnsupportedError(
-                f"a model with pools of {', '.join(others)} besides its KV; kvcore's HiCache "
-                "storage serves full and multi-head latent attention"
+                f"a model with a pool of {host_pool_name} besides its KV; kvcore's HiCache storage "
+                "serves full and multi-head latent attention"
             )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def clear(self) -> None:
         """Forget every page of this rank, on the medium too."""
@@ -269,8 +272,9 @@ def _check(storage: Any, server_args: Any) -> None:
         )
     if getattr(server_args, "speculative_algorithm", None):
         raise UnsupportedError("speculative decoding: a page's key does not name the draft model")
-    if storage.dcp_size > 1:
-        raise UnsupportedError(f"dcp_size={storage.dcp_size}; kvcore stores pages of dcp_size=1")
+    dcp_size = getattr(server_args, "dcp_size", 1) or 1
+    if dcp_size > 1:
+        raise UnsupportedError(f"dcp_size={dcp_size}; kvcore stores pages of dcp_size=1")
 
 
 def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | None) -> bytes:

@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 
 from kvcore.connector.engine_layers import live_objects
 from kvcore.errors import UnsupportedError
+from kvcore.log import get_logger
+from kvcore.plugins.probes import Standing, require
+from kvcore_trtllm.plugin import ENGINE
+from kvcore_trtllm.probes import MODEL_ENGINE, MODULES, ROTARY
 
-MODULES = (
-    "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",  # from 1.3
-    "tensorrt_llm._torch.pyexecutor.kv_cache_connector",  # 1.2
-)
-
-
-MODEL_ENGINE = "tensorrt_llm._torch.pyexecutor.model_engine"
-ROTARY = "tensorrt_llm._torch.modules.rotary_embedding"
+_log = get_logger("kvcore.trtllm.engine")
 
 
 class EngineNames(NamedTuple):
@@ -35,8 +32,11 @@ class EngineNames(NamedTuple):
 def find() -> EngineNames:
     """Return the names of the installed TensorRT-LLM.
 
-    Raises UnsupportedError if TensorRT-LLM is missing, or has no connector interface.
+    Raises UnsupportedError if TensorRT-LLM is missing, or lacks an interface that kvcore needs. The
+    engine's options name the connector, so it must not start without it.
     """
+    if (verdict := require(ENGINE)).standing is Standing.PROBED:
+        _log.warning("engine_untried", engine=verdict.about)
     for name in MODULES:
         try:
             module: Any = importlib.import_module(name)
@@ -51,10 +51,7 @@ def find() -> EngineNames:
             utils.mpi_rank,
             utils.mpi_allgather,
         )
-    raise UnsupportedError(
-        f"TensorRT-LLM's KV cache connector was not found; looked for {' and '.join(MODULES)}. "
-        "Install tensorrt_llm 1.2 or 1.3 in this environment"
-    )
+    raise UnsupportedError(f"none of {' and '.join(MODULES)} can be imported")
 
 
 def _module(name: str) -> Any:
@@ -63,9 +60,7 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("tensorrt_llm"):
             raise  # something that TensorRT-LLM itself needs
-        raise UnsupportedError(
-            f"{name} was not found: fusion knows TensorRT-LLM 1.2 and 1.3"
-        ) from error
+        raise UnsupportedError(f"{name} was not found: fusion needs it") from error
 
 
 def loaded_model(llm_args: Any, rank: int) -> Any:

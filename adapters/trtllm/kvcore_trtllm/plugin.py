@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.plugins.engine import command_beside, given_settings
 from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
+from kvcore.plugins.probes import Probe
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
-VERSIONS = ">=1.2,<1.4"
 CONNECTOR = {
     "connector_module": "kvcore_trtllm.connector",
     "connector_scheduler_class": "KVCoreScheduler",
@@ -128,4 +128,14 @@ def status() -> str:
     return f"named in kv_connector_config as {CONNECTOR['connector_module']}"
 
 
-ENGINE = EngineSpec("trtllm", ("tensorrt-llm",), VERSIONS, serve, status)
+def probes() -> Sequence[Probe]:
+    """Return the interfaces of TensorRT-LLM that kvcore uses."""
+    from kvcore_trtllm.probes import PROBES
+
+    return PROBES
+
+
+TRIED: tuple[str, ...] = ()
+"""No release has served with kvcore yet: its tests have stand-ins (docs/trtllm.md)."""
+
+ENGINE = EngineSpec("trtllm", ("tensorrt-llm",), serve, status, "tensorrt_llm", TRIED, probes)

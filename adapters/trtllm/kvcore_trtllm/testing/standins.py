@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from kvcore.errors import UnsupportedError
 from kvcore_trtllm.testing.modules import PyTorchModelEngine, RotaryEmbedding
-from kvcore_trtllm.testing.ranks import allgather, rank
+from kvcore_trtllm.testing.ranks import allgather as mpi_allgather
+from kvcore_trtllm.testing.ranks import rank as mpi_rank
 
 __all__ = [
     "MODULES",
@@ -73,7 +74,7 @@ class KvCacheConnectorWorker(ABC):
     """The worker half, one for each rank."""
 
     def __init__(self, llm_args: Any) -> None:
-        rank()  # raises outside a harness
+        mpi_rank()  # raises outside a harness
         self._llm_args = llm_args
         self._metadata: object = None
 
@@ -111,7 +112,7 @@ class KvCacheConnectorScheduler(ABC):
     """The scheduler half, on rank 0 only."""
 
     def __init__(self, llm_args: Any) -> None:
-        if rank() != 0:
+        if mpi_rank() != 0:
             raise AssertionError("the scheduler half may exist on rank 0 only")
         self._llm_args = llm_args
 
@@ -135,6 +136,7 @@ class KvCacheConnectorScheduler(ABC):
 
 def _module(name: str, package: bool, **names: object) -> ModuleType:
     module = ModuleType(name, "A stand-in made by kvcore_trtllm.testing.")
+    module.__file__ = __file__  # where the probes read what it has
     if package:
         module.__path__ = []
     vars(module).update(names)
@@ -160,7 +162,7 @@ def _modules(version: str) -> dict[str, ModuleType]:
             f"{_EXECUTOR}.model_engine", False, PyTorchModelEngine=PyTorchModelEngine
         ),
         "tensorrt_llm._utils": _module(
-            "tensorrt_llm._utils", False, mpi_rank=rank, mpi_allgather=allgather
+            "tensorrt_llm._utils", False, mpi_rank=mpi_rank, mpi_allgather=mpi_allgather
         ),
         path: _module(
             path,
