@@ -262,5 +262,5 @@ def _verify(
             )
             return both[:, 0].clone(), both[:, 1].clone()
 
-        verify_cpu_layout(view, shape, str(layer.isa), read)
+        verify_cpu_layout(view, shape, layer, read)
         _log.debug("layout verified group=%d page_tokens=%d", group.index, page_tokens)

@@ -8,7 +8,6 @@ each packing, and checks it against the engine's own write kernel before it uses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.memory.layout import KVView, from_strides, vllm_cpu_layout
 from kvcore.model.shape import BlockShape
+from kvcore_vllm.describe import quantised_type
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,8 +84,8 @@ def _cpu_isa(vllm_config: VllmConfig, name: str) -> str:
     return str(isa)
 
 
-def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> None:
-    """Write one page with vLLM's own kernel, and read it back by the layout.
+def verify_cpu_layout(view: KVView, shape: BlockShape, layer: Any, read: Any) -> None:
+    """Write one page with vLLM's own kernel for ``layer``, and read it back by the layout.
 
     ``read(cache)`` returns K and V of the page as ``[heads, tokens, dim]``. Raises LayoutError if
     any element is in another place than the layout says. Nothing may be stored then.
@@ -96,18 +96,41 @@ def verify_cpu_layout(view: KVView, shape: BlockShape, isa: str, read: Any) -> N
     tokens, heads, dim = layout.page_tokens, shape.kv_heads, shape.head_dim
     dtype = getattr(torch, shape.dtype)
     cache = torch.zeros(1, heads, tokens, 2 * dim, dtype=dtype)
-    count = tokens * heads * dim
-    # Distinct small integers are exact in every float type; K and V use different residues.
-    key = (torch.arange(count) % 251).to(dtype).view(tokens, heads, dim)
-    value = (torch.arange(count) % 241 + 1).to(dtype).view(tokens, heads, dim)
+    key, stored_key = _numbers(tokens * heads * dim, 113, layer, dtype)
+    value, stored_value = _numbers(tokens * heads * dim, 109, layer, dtype)
     k_cache, v_cache = cache.view(1, heads, 2 * tokens, dim).chunk(2, dim=2)
     slots = torch.arange(tokens, dtype=torch.int64)
-    ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, slots, isa)
+    ops.cpu_attn_reshape_and_cache(
+        key.view(tokens, heads, dim),
+        value.view(tokens, heads, dim),
+        k_cache,
+        v_cache,
+        slots,
+        layer.isa,
+        kv_cache_dtype=layer.kv_cache_dtype,
+    )
     got_k, got_v = read(cache)
-    want: Sequence[torch.Tensor] = (key.transpose(0, 1), value.transpose(0, 1))
+    want = [
+        stored.view(tokens, heads, dim).transpose(0, 1) for stored in (stored_key, stored_value)
+    ]
     for what, got, expected in zip(("K", "V"), (got_k, got_v), want, strict=True):
         if not torch.equal(got, expected):
             raise LayoutError(
-                f"vLLM writes {what} for isa {isa!r} in another order than the one kvcore knows; "
+                f"vLLM writes {what} for isa {layer.isa!r} in another order than the one kvcore knows; "
                 "kvcore stores nothing on this build of vLLM"
             )
+
+
+def _numbers(
+    count: int, residues: int, layer: Any, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers to write, and what the layer's cache of ``dtype`` must then hold.
+
+    The numbers are not zero, repeat after ``residues``, and are exact in every type.
+    """
+    small = torch.arange(count) % residues + 1
+    if dtype.itemsize > 1:
+        return small.to(dtype), small.to(dtype)
+    stored = small.to(torch.uint8)
+    number = getattr(torch, quantised_type(layer.kv_cache_dtype).removeprefix("torch."))
+    return stored.view(number).float(), stored.view(dtype)
