@@ -27,7 +27,8 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     ``fence`` are graphs that read pages which this step writes to: their reads must end first.
     ``sync_loads`` must have arrived when the forward uses them. ``async_loads`` run between steps;
     each comes with the request that waits for it. ``failed_loads`` are requests whose load could
-    not be planned. ``early_saves`` read pages that this same step may give to another request.
+    not be planned, and ``unfilled`` are pages on which this step counts and that nothing fills.
+    ``early_saves`` read pages that this same step may give to another request.
     ``late_saves`` read what this step's forward computes. ``fetches`` read blocks into host memory.
     ``spills`` write blocks from there to lower tiers. ``empty_step`` is True if nothing is
     computed. ``timed`` is a number under which the forward's seconds are reported; 0 asks for none.
@@ -37,6 +38,7 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     sync_loads: list[TransferGraph] = []
     async_loads: list[tuple[str, TransferGraph]] = []
     failed_loads: list[str] = []
+    unfilled: list[int] = []
     early_saves: list[TransferGraph] = []
     late_saves: list[TransferGraph] = []
     fetches: list[TransferGraph] = []

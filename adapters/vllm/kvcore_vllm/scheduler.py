@@ -18,9 +18,11 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
+from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
@@ -39,7 +41,7 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler,
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
-from kvcore_vllm.tracked import Tracked
+from kvcore_vllm.tracked import Offer, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -91,7 +93,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         The number is None if vLLM must ask again in a later step.
         """
         tracked = self._track(request)
-        if tracked is None or not tracked.may_load:
+        if tracked is None:
+            return 0, False
+        tracked.offer = tracked.count_miss = None
+        if not tracked.may_load:
             return 0, False
         self._hash(tracked)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
@@ -99,35 +104,43 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         tracked.new = False
         if self.manager.ask_stores(hit, computed // self._block, promise):
             return None, False
-        # The last token is always computed: its logits are needed.
-        matched = min(hit.depth * self._block, request.num_tokens - 1)
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
         self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
-        tracked.hit, tracked.matched_tokens = hit, matched
-        gain = matched - computed
+        tracked.hit = hit
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
                 return blended, False
+        return self._offer(tracked, hit, computed)
+
+    def _offer(self, tracked: Tracked, hit: Hit, computed: int) -> tuple[int | None, bool]:
+        """Return what to load of ``hit``, as `get_num_new_matched_tokens` does, and remember it."""
+        request, name = tracked.request, tracked.request.request_id
+        # The last token is always computed: its logits are needed.
+        stop = min(hit.depth * self._block, request.num_tokens - 1)
+        gain = stop - computed
         if gain < self._traits.min_load_tokens:
-            self._missed_little(name, hit, gain, request.num_tokens, request.num_tokens - 1)
+            tokens = request.num_tokens
+            tracked.count_miss = partial(self._missed_little, name, hit, gain, tokens, tokens - 1)
             return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
-            self.recorder.planned(name, plan, gain)
             if plan.action is Action.RECOMPUTE:
+                tracked.count_miss = partial(self.recorder.planned, name, plan, gain)
                 return 0, False
-            tracked.matched_tokens = matched = plan.stop
-            gain = matched - computed
-        first, last = self._blocks(computed, matched)
+            self.recorder.planned(name, plan, gain)
+            stop = plan.stop
+            gain = stop - computed
+        first, last = self._blocks(computed, stop)
         ready = self._readiness(tracked, hit, first, last)
         if ready is Readiness.LATER:
-            _log.debug("lookup request=%s waits for slots, or another's load", request.request_id)
+            _log.debug("lookup request=%s waits for slots, or another's load", name)
             return None, False
         if ready is Readiness.NEVER:
-            self.recorder.missed(name, MissReason.BUSY, gain)
+            tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, gain)
             return 0, False
-        return gain, not self._loads_in_step(hit, first, last)
+        tracked.offer = Offer(computed, stop, self._loads_in_step(hit, first, last))
+        return gain, not tracked.offer.in_step
 
     def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
         """Return whether to load now, later or not at all.
@@ -173,7 +186,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         first, last = self._blocks(computed, exact)
         if plan is None or not set(tracked.hit.blocks_by_tier(first, last)) <= {HOST}:
             return False
-        tracked.matched_tokens = exact
+        tracked.offer = Offer(computed, plan.stop, in_step=True)
         fusion.mark(tracked.request, fusing, plan)
         return plan.stop - computed
 
@@ -192,79 +205,117 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, external: int
     ) -> None:
-        """Plan the load of ``external`` tokens into the pages that vLLM has allocated."""
+        """Plan the load of ``external`` tokens into the pages that vLLM has allocated.
+
+        vLLM may take fewer tokens than it was offered, or none. If it counts on tokens that it
+        was not offered, or that cannot be loaded, it is told that the load failed.
+        """
         tracked = self._requests.get(request.request_id)
-        if external == 0 or tracked is None or tracked.hit is None:
+        if tracked is None:
             return
-        fusing = tracked.fusing
+        offer, tracked.offer = tracked.offer, None
+        if tracked.count_miss is not None:
+            tracked.count_miss()
+            tracked.count_miss = None
+        if external == 0:
+            return
+        pages, fusing = blocks.get_block_ids(), tracked.fusing
+        if offer is None or external > offer.stop - offer.start:
+            _log.error(
+                "vLLM counts on %d tokens of request=%s and was offered %s: computing instead",
+                external,
+                request.request_id,
+                offer,
+            )
+            self._give_up(tracked, pages, offer)
+            return
+        taken = offer._replace(stop=offer.start + external)
         if fusing is not None and fusing.due:
-            self._launch_blend(tracked, fusing, blocks, external)
-            return
-        start_token = tracked.matched_tokens - external
-        first, last = self._blocks(start_token, tracked.matched_tokens)
-        in_step = self._loads_in_step(tracked.hit, first, last)
-        units = self._paging.units(blocks.get_block_ids(), first, last, start_token)
+            assert fusing.plan is not None
+            if taken.stop == fusing.plan.stop:
+                self._launch_blend(tracked, fusing, fusing.plan, pages, taken)
+                return
+            if taken.stop > fusing.plan.exact:  # part of what only the whole blend makes
+                self._give_up(tracked, pages, taken)
+                return
+        self._launch_load(tracked, pages, taken)
+
+    def _launch_load(self, tracked: Tracked, pages: PageTables, taken: Offer) -> None:
+        request, hit = tracked.request, tracked.hit
+        assert hit is not None
+        first, last = self._blocks(taken.start, taken.stop)
+        units = self._paging.units(pages, first, last, taken.start)
         tracked.load_attempts += 1
-        tracked.load_tokens = external
+        tracked.load_tokens = taken.stop - taken.start
         waiting = self._plan.async_loads
         try:
             graph = self.manager.launch_load(
-                tracked.hit,
+                hit,
                 first,
                 last,
                 units,
-                layers=self._layer_steps if in_step else (),
-                deadline_s=None if in_step else tracked.memo.deadline_s(self._deadline_s),
+                layers=self._layer_steps if taken.in_step else (),
+                deadline_s=None if taken.in_step else tracked.memo.deadline_s(self._deadline_s),
                 lane=self._plan.sync_loads.append
-                if in_step
+                if taken.in_step
                 else lambda graph: waiting.append((request.request_id, graph)),
             )
         except CapacityError as error:
-            # The workers know nothing of the load yet: report it as failed and recompute.
             _log.warning("load refused request=%s: %s", request.request_id, error)
-            assert not in_step, "a load from host memory needs no slots"
-            tracked.may_load = False
-            self._plan.failed_loads.append(request.request_id)
+            assert not taken.in_step, "a load from host memory needs no slots"
+            self._give_up(tracked, pages, taken)
             return
-        if not in_step:
+        if not taken.in_step:
             tracked.load = graph.graph_id
         self._load_pages += self._paging.pages_of(units)
-        self._count_hit(tracked, tracked.hit, start_token)
+        self._count_hit(tracked, hit, taken)
+
+    def _give_up(self, tracked: Tracked, pages: PageTables, taken: Offer | None) -> None:
+        """Tell vLLM that a load has failed of which the workers know nothing yet."""
+        tracked.may_load = False
+        if taken is not None and not taken.in_step:
+            self._plan.failed_loads.append(tracked.request.request_id)
+            return
+        start = 0 if taken is None else taken.start
+        [table, *_] = pages
+        self._plan.unfilled += table[start // self._model.groups[0].page_tokens :]
 
     def _launch_blend(
-        self, tracked: Tracked, fusing: VllmFusionRequest, blocks: KVCacheBlocks, external: int
+        self,
+        tracked: Tracked,
+        fusing: VllmFusionRequest,
+        plan: BlendPlan,
+        pages: PageTables,
+        taken: Offer,
     ) -> None:
         """Order the blend and the load of the exact tokens before it."""
-        [group], plan, fusion = self._model.groups, fusing.plan, self._fusion
-        assert plan is not None
+        [group], fusion = self._model.groups, self._fusion
         assert fusion is not None
         assert tracked.hit is not None
-        pages = blocks.get_block_ids()[group.index]
-        computed = plan.stop - external
-        if plan.exact > computed:
-            first, last = self._blocks(computed, plan.exact)
-            units = self._paging.units(blocks.get_block_ids(), first, last, computed)
+        if plan.exact > taken.start:
+            first, last = self._blocks(taken.start, plan.exact)
+            units = self._paging.units(pages, first, last, taken.start)
             lane = self._plan.sync_loads.append
             self.manager.launch_load(
                 tracked.hit, first, last, units, layers=self._layer_steps, lane=lane
             )
             self._load_pages += self._paging.pages_of(units)
-        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages))
+        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages[group.index]))
         tracked.reused = {"blend": plan.reused}
-        if plan.exact > computed:
-            tracked.reused[HOST] = plan.exact - computed
-        missed = tracked.request.num_tokens - computed - sum(tracked.reused.values())
+        if plan.exact > taken.start:
+            tracked.reused[HOST] = plan.exact - taken.start
+        missed = tracked.request.num_tokens - taken.start - sum(tracked.reused.values())
         self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
 
-    def _count_hit(self, tracked: Tracked, hit: Hit, start_token: int) -> None:
-        tracked.reused = self._by_tier(hit, start_token, tracked.matched_tokens)
-        missed = tracked.request.num_tokens - tracked.matched_tokens
+    def _count_hit(self, tracked: Tracked, hit: Hit, taken: Offer) -> None:
+        tracked.reused = self._by_tier(hit, taken.start, taken.stop)
+        missed = tracked.request.num_tokens - taken.stop
         self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
         _log.debug(
             "load request=%s tokens=%d..%d tiers=%s",
             tracked.request.request_id,
-            start_token,
-            tracked.matched_tokens,
+            taken.start,
+            taken.stop,
             tracked.reused,
         )
 
@@ -460,6 +511,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             return None  # prompt embeddings have no token ids to make keys of
         if request.pooling_params is not None:
             return None
+        if request.resumable:
+            return None  # a session: vLLM adds media and drops tokens after its keys were made
         chain = KeyChain(self._namespace(request), self._block)
         extras = tuple(
             Extra(f.mm_position.offset, f.mm_position.length, str(f.identifier).encode())

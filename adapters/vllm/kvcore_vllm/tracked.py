@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.manager import Hit
 from kvcore.manager.load_advisor import PlanMemo
@@ -13,7 +14,19 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-__all__ = ["Tracked"]
+__all__ = ["Offer", "Tracked"]
+
+
+class Offer(NamedTuple):
+    """The tokens [start, stop) that the last lookup offered to vLLM.
+
+    ``in_step`` is True if they arrive in the step that schedules the request. vLLM may take fewer,
+    from ``start`` on.
+    """
+
+    start: int
+    stop: int
+    in_step: bool
 
 
 @dataclass
@@ -23,7 +36,9 @@ class Tracked:
     Attributes:
         extras: digests of its images and the like, which are part of its keys.
         hit: the last lookup, valid until the next one.
-        matched_tokens: the token up to which the last lookup can load.
+        offer: what the last lookup offered; None if nothing.
+        count_miss: counts the last lookup as a miss. Called when vLLM schedules the request: until
+            then it looks the request up again in every step.
         load: the graph of an asynchronous load in flight.
         load_attempts: the number of loads that were planned.
         load_tokens: the tokens of the last load.
@@ -37,7 +52,8 @@ class Tracked:
     chain: KeyChain
     extras: tuple[Extra, ...]
     hit: Hit | None = None
-    matched_tokens: int = 0
+    offer: Offer | None = None
+    count_miss: Callable[[], None] | None = None
     load: int | None = None
     load_attempts: int = 0
     load_tokens: int = 0

@@ -72,6 +72,8 @@ class WorkerConnector(StepWorker[str]):
         self._cancel(plan.cancel)
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
+        if plan.unfilled:
+            self._spoil(plan.unfilled)
         together = self._worker.wave()
         for graph in plan.sync_loads:
             self._sync.append(self._expect(graph))

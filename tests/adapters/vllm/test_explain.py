@@ -66,11 +66,10 @@ class Side:
     def serve(self, asked: Any) -> dict[str, Any] | None:
         """From lookup to end, as vLLM calls it."""
         external, waits = self.side.get_num_new_matched_tokens(asked, 0)
-        if external:
-            pages: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
-            self.side.update_state_after_alloc(asked, pages, external)
-            if waits:
-                self.side._load_ended(asked.request_id)
+        pages: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
+        self.side.update_state_after_alloc(asked, pages, external)
+        if waits:
+            self.side._load_ended(asked.request_id)
         return self.side.request_finished(asked, [np.arange(26).tolist()])
 
 
