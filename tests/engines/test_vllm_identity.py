@@ -15,15 +15,19 @@ import pytest
 from PIL import Image
 
 from kvcore.harness.compare import (
+    ALL,
+    EXACT,
+    REUSE,
     SPACE,
     Reference,
     answers,
     assert_same_answers,
     settle_and_empty,
+    warm,
 )
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.models import tiny_vision_model
-from kvcore.harness.prompts import windows
+from kvcore.harness.prompts import mixed, windows
 
 pytestmark = pytest.mark.engine
 
@@ -88,12 +92,14 @@ def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path
 # -- vLLM takes other counts than it was offered -------------------------------------------------
 
 
-@pytest.mark.parametrize("sync", [True, False], ids=["in the step", "between steps"])
-@pytest.mark.parametrize("taken", ["fewer", "half", "none"])
+@pytest.mark.parametrize(
+    ("taken", "kvcore"),
+    [("fewer", HOST), ("half", HOST), ("half", HOST | BETWEEN_STEPS), ("none", HOST)],
+    ids=["whole pages", "half", "half between steps", "none"],
+)
 def test_fewer_tokens_than_offered_are_loaded_from_the_start(
-    reference: Reference, model: Path, documents: list[list[int]], taken: str, sync: bool
+    reference: Reference, model: Path, documents: list[list[int]], taken: str, kvcore: Any
 ) -> None:
-    kvcore = HOST if sync else HOST | BETWEEN_STEPS
     with engine(model, kvcore, variant(taken)) as process:
         assert_same_answers(answers(process, documents), reference(documents))
         settle_and_empty(process)
@@ -102,3 +108,56 @@ def test_fewer_tokens_than_offered_are_loaded_from_the_start(
         assert all((answer.reused_tokens > 0) == (taken != "none") for answer in got)
         settle_and_empty(process)
         assert_same_answers(answers(process, documents), reference(documents))
+
+
+@pytest.mark.parametrize("taken", ["half", "none"])
+def test_a_blend_of_which_only_a_part_is_taken_is_computed(
+    reference: Reference, model: Path, documents: list[list[int]], taken: str
+) -> None:
+    """Its chunks cannot be cut. At ratio 0 its tokens would be others than the engine's."""
+    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}}
+    asked = mixed(model, documents, 4, seed=7)
+    with engine(model, settings, variant(taken)) as process:
+        warm(process, documents)
+        got = answers(process, asked, fusion=REUSE)
+        assert_same_answers(got, reference(asked))
+        assert not any(answer.tiers.get("blend") for answer in got)
+        settle_and_empty(process)
+        assert_same_answers(answers(process, asked, fusion=EXACT), reference(asked))
+
+
+# -- pages of the attention kernels that are smaller than the scheduler's ------------------------
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, block: int
+) -> None:
+    """A block of 64 tokens lies in two of the kernel's pages of 32; the scheduler's have 128."""
+    seen = tmp_path / "seen"
+    settings = HOST | {"block": {"tokens": block}}
+    environment = variant("kernel") | {"SEEN": str(seen)}
+    with engine(model, settings, environment, block_size=128) as process:
+        assert_same_answers(answers(process, documents), reference(documents))
+        settle_and_empty(process)
+        got = answers(process, documents)
+        assert_same_answers(got, reference(documents))
+        assert all(answer.reused_tokens > 200 for answer in got)
+    for line in seen.read_text().splitlines():
+        page_tokens, *pages = json.loads(line)
+        assert page_tokens == 32
+        assert [page % 4 for page in pages[:8]] == [0, 1, 2, 3, 0, 1, 2, 3][: len(pages)]
+
+
+def test_blends_into_kernel_pages_are_the_engines_own_answer(
+    reference: Reference, model: Path, documents: list[list[int]]
+) -> None:
+    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}, "block": {"tokens": 64}}
+    asked = mixed(model, documents, 4, seed=8)
+    with engine(model, settings, variant("kernel"), block_size=128) as process:
+        warm(process, documents)
+        got = answers(process, asked, fusion=ALL)
+        assert_same_answers(got, reference(asked))
+        assert all(answer.tiers.get("blend", 0) > 200 for answer in got)
+        log = process.log.read_text()
+    assert "Connector attributed" not in log, "vLLM counts other sources than tokens"

@@ -40,6 +40,12 @@ def check_module() -> None:
         raise UnsupportedError(f"vLLM's Attention.forward takes {found} here")
 
 
+def check_writes(layer: Any) -> None:
+    """Raise UnsupportedError if the model writes the layer's KV itself: it passes no K and V."""
+    if getattr(layer, "kv_cache_update_bypass", False):  # since 0.33
+        raise UnsupportedError("a model that writes KV itself (kv_cache_update_bypass)")
+
+
 @contextmanager
 def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch) -> Iterator[None]:
     """In this block, replace the forward of one attention module by ``hook.before``."""
@@ -124,6 +130,7 @@ def _check_impl(layer: Any) -> None:
     taken = list(inspect.signature(layer.impl.forward).parameters)[: len(_IMPL_ARGUMENTS)]
     if taken != _IMPL_ARGUMENTS:
         raise UnsupportedError(f"{type(layer.impl).__name__}.forward takes {taken}")
+    check_writes(layer)
 
 
 def _around(

@@ -156,7 +156,8 @@ def build_worker_connector(
     if views[0].tensors[0].device.type == "cpu":
         _verify(vllm_config, groups, views, shape)
     parts = build_worker(config, model, rank, views)
-    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank))
+    hooks = parts.plugins.attention(shape, rank)
+    _hook_attention(vllm_config, model, hooks, views[0].layout.page_tokens)
     return WorkerConnector(
         parts,
         _blends(config, vllm_config, model, rank, parts),
@@ -187,10 +188,14 @@ def _blends(
 
 
 def _hook_attention(
-    vllm_config: VllmConfig, model: ModelDescription, hooks: Sequence[AttentionHook]
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    hooks: Sequence[AttentionHook],
+    page_tokens: int,
 ) -> None:
     """Install plugins' hooks around the layers of a model with one group of pages.
 
+    ``page_tokens`` is the page of the attention kernels, which may be smaller than the scheduler's.
     The hooks are left out with a warning if the model or its runner does not support them.
     """
     if not hooks:
@@ -209,7 +214,7 @@ def _hook_attention(
         if not hasattr(getattr(runner, "input_batch", None), "req_ids"):
             raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
         layers = [context[name] for name in group.names]
-        install(layers, hooks, lambda: runner.input_batch.req_ids, group.page_tokens)
+        install(layers, hooks, lambda: runner.input_batch.req_ids, page_tokens)
     except UnsupportedError as error:
         names = ", ".join(hook.name for hook in hooks)
         _log.warning("attention hooks are left out: %s: %s", names, error)

@@ -44,6 +44,11 @@ def group_view(
                 f"the cache of {name} has shape {tuple(tensor.shape)}; kvcore expects "
                 f"[pages, {shape.kv_heads} heads, tokens, {content} of K and V content]"
             )
+        if tensor.shape[2] < 1 or group.page_tokens % tensor.shape[2]:
+            raise UnsupportedError(
+                f"the cache of {name} has pages of {tensor.shape[2]} tokens, into which vLLM's "
+                f"blocks of {group.page_tokens} tokens cannot be cut"
+            )
     if first.device.type == "cpu":
         isa = _cpu_isa(vllm_config, group.names[0])
         layout = vllm_cpu_layout(
@@ -116,8 +121,8 @@ def verify_cpu_layout(view: KVView, shape: BlockShape, layer: Any, read: Any) ->
     for what, got, expected in zip(("K", "V"), (got_k, got_v), want, strict=True):
         if not torch.equal(got, expected):
             raise LayoutError(
-                f"vLLM writes {what} for isa {layer.isa!r} in another order than the one kvcore knows; "
-                "kvcore stores nothing on this build of vLLM"
+                f"vLLM writes {what} for isa {layer.isa!r} in another order than the one kvcore "
+                "knows; kvcore stores nothing on this build of vLLM"
             )
 
 

@@ -272,7 +272,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _give_up(self, tracked: Tracked, pages: PageTables, taken: Offer | None) -> None:
         """Tell vLLM that a load has failed of which the workers know nothing yet."""
-        tracked.may_load = False
+        tracked.may_load, tracked.reused = False, {}
         if taken is not None and not taken.in_step:
             self._plan.failed_loads.append(tracked.request.request_id)
             return
@@ -319,10 +319,15 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             tracked.reused,
         )
 
-    def reused_by_tier(self, request_id: str) -> dict[str, int]:
-        """Return the tokens of the request's last load, by tier."""
+    def hit_sources(self, request_id: str, external: int) -> dict[str, int]:
+        """Return where the ``external`` tokens of the request's last load come from, by tier.
+
+        Tokens that a blend computes, or that are not loaded after all, are of the source "none".
+        """
         tracked = self._requests.get(request_id)
-        return dict(tracked.reused) if tracked else {}
+        found = {} if tracked is None else dict(tracked.reused)
+        rest = external - sum(found.values())
+        return {**found, "none": rest} if rest else found
 
     # -- a step is planned ------------------------------------------------------------------
 

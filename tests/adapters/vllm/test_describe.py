@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def told(spec: Any, **group: Any) -> KVCacheConfig:
 
 
 def fingerprint(cache_dtype: str, told_dtype: str | None = None) -> bytes:
-    """The fingerprint where the scheduler's config says ``cache_dtype``, and the layers' another."""
+    """The fingerprint where the config says ``cache_dtype``, and the layers maybe another."""
     mode = get_kv_quant_mode(told_dtype or cache_dtype)
     dtype = torch.float32 if mode is KVQuantMode.NONE else torch.uint8
     spec = spec_of(dtype=dtype, kv_quant_mode=mode)
@@ -75,7 +76,7 @@ def test_eight_bit_formats_are_different_kv() -> None:
 
 
 def test_names_of_one_format_are_the_same_kv() -> None:
-    """The workers' config says "fp8" where a checkpoint asks for it; the scheduler's says "auto"."""
+    """If a checkpoint asks for "fp8", the workers' config says so, and the scheduler's "auto"."""
     assert fingerprint("fp8") == fingerprint("fp8_e4m3") == fingerprint("auto", told_dtype="fp8")
 
 
@@ -85,10 +86,14 @@ def test_plain_kv_keeps_the_fingerprint_of_stores_written_before(dtype: str) -> 
     found = describe(vllm_config(dtype=dtype), told(spec_of(dtype=stored)), 16).fingerprint
     config = vllm_config(dtype=dtype).model_config.hf_text_config.to_dict()
     config |= {"kvcore_compute_dtype": f"torch.{dtype}"}
-    assert found == model_fingerprint(config, weights_identity(str(model()), None), f"torch.{dtype}")
+    assert found == model_fingerprint(
+        config, weights_identity(str(model()), None), f"torch.{dtype}"
+    )
 
 
-@pytest.mark.parametrize("mode", [m for m in KVQuantMode if m.name not in ("NONE", "FP8_PER_TENSOR")])
+@pytest.mark.parametrize(
+    "mode", [m for m in KVQuantMode if m.name not in ("NONE", "FP8_PER_TENSOR")]
+)
 def test_other_quantisation_is_refused_by_name(mode: KVQuantMode) -> None:
     with pytest.raises(UnsupportedError, match=mode.name):
         describe(vllm_config(), told(spec_of(dtype=torch.uint8, kv_quant_mode=mode)), 16)
@@ -165,5 +170,6 @@ def test_a_group_that_is_not_the_models_own_kv_is_refused(group: Any, why: str) 
 def test_a_group_of_a_version_without_these_fields_is_served() -> None:
     config = told(spec_of())
     [group] = config.kv_cache_groups
-    bare = type("Group", (), {k: v for k, v in vars(group).items() if k not in ("host_resident", "role")})
-    assert describe(vllm_config(), replace(config, kv_cache_groups=[bare()]), 16).groups
+    fields = {k: v for k, v in vars(group).items() if k not in ("host_resident", "role")}
+    config = replace(config, kv_cache_groups=[SimpleNamespace(**fields)])
+    assert describe(vllm_config(), config, 16).groups

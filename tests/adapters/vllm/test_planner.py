@@ -85,6 +85,7 @@ def request() -> Any:
         prompt_token_ids=PROMPT,
         prompt_embeds=None,
         pooling_params=None,
+        resumable=False,
         mm_features=[],
         _all_token_ids=PROMPT,
         lora_request=None,

@@ -8,13 +8,22 @@ what is wanted:
     half     the scheduler takes half of what kvcore offers
     none     the scheduler takes nothing of what kvcore offers, as for prompt logprobs
     kernel   the attention backend takes pages of 32 tokens, as FlashInfer's and FlashMLA's do
+
+``SEEN`` names a file to which a hook around attention writes the pages of each prefill.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcore.plugins import AttentionPlugin, hookimpl
+
+if TYPE_CHECKING:
+    from kvcore.model.shape import BlockShape
+    from kvcore.plugins.attention import AttentionHook
 
 TAKEN: dict[str, Callable[[int, int], int]] = {
     "fewer": lambda offered, page: offered - offered % page,
@@ -43,6 +52,29 @@ def _split_pages() -> None:
 
     sizes = staticmethod(lambda kv_cache_spec=None: [32])
     setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)  # noqa: B010
+
+
+@hookimpl
+def kvcore_attention() -> list[AttentionPlugin]:
+    return [AttentionPlugin("pages", _seeing)] if "SEEN" in os.environ else []
+
+
+def _seeing(shape: BlockShape, rank: int) -> AttentionHook:
+    """Made when asked for: a plugin's module imports nothing heavy."""
+    from kvcore.plugins.attention import AttentionCall, AttentionHook
+
+    class Seeing(AttentionHook):
+        name = "pages"
+
+        def before(self, call: AttentionCall) -> None:
+            batch = call.batch
+            rows = len(batch.positions)
+            if call.layer == 0 and rows > 1:
+                pages = batch.pages[0][: -(-rows // batch.page_tokens)].tolist()
+                with Path(os.environ["SEEN"]).open("a") as file:
+                    file.write(f"{[batch.page_tokens, *pages]}\n")
+
+    return Seeing()
 
 
 wanted = os.environ.get("VARIANT", "")
