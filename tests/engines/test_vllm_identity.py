@@ -16,7 +16,6 @@ from PIL import Image
 
 from kvcore.harness.compare import (
     ALL,
-    EXACT,
     REUSE,
     SPACE,
     Reference,
@@ -40,6 +39,11 @@ BETWEEN_STEPS = {"transfer": {"sync_load_max": 0}}
 @pytest.fixture(scope="module")
 def documents(model: Path) -> list[list[int]]:
     return windows(model, 6, 300, 900, seed=33)
+
+
+@pytest.fixture(scope="module")
+def chunks(model: Path) -> list[list[int]]:
+    return windows(model, 5, 200, 300, seed=34)
 
 
 @pytest.fixture(scope="module")
@@ -110,54 +114,45 @@ def test_fewer_tokens_than_offered_are_loaded_from_the_start(
         assert_same_answers(answers(process, documents), reference(documents))
 
 
-@pytest.mark.parametrize("taken", ["half", "none"])
 def test_a_blend_of_which_only_a_part_is_taken_is_computed(
-    reference: Reference, model: Path, documents: list[list[int]], taken: str
+    reference: Reference, model: Path, chunks: list[list[int]]
 ) -> None:
     """Its chunks cannot be cut. At ratio 0 its tokens would be others than the engine's."""
     settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}}
-    asked = mixed(model, documents, 4, seed=7)
-    with engine(model, settings, variant(taken)) as process:
-        warm(process, documents)
+    asked = mixed(model, chunks, 3, seed=7)
+    with engine(model, settings, variant("half")) as process:
+        warm(process, chunks)
         got = answers(process, asked, fusion=REUSE)
         assert_same_answers(got, reference(asked))
         assert not any(answer.tiers.get("blend") for answer in got)
-        settle_and_empty(process)
-        assert_same_answers(answers(process, asked, fusion=EXACT), reference(asked))
 
 
-# -- pages of the attention kernels that are smaller than the scheduler's ------------------------
-
-
-@pytest.mark.parametrize("block", [16, 64])
 def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
-    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, block: int
+    reference: Reference,
+    model: Path,
+    documents: list[list[int]],
+    chunks: list[list[int]],
+    tmp_path: Path,
 ) -> None:
     """A block of 64 tokens lies in two of the kernel's pages of 32; the scheduler's have 128."""
     seen = tmp_path / "seen"
-    settings = HOST | {"block": {"tokens": block}}
-    environment = variant("kernel") | {"SEEN": str(seen)}
-    with engine(model, settings, environment, block_size=128) as process:
+    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}, "block": {"tokens": 64}}
+    asked = mixed(model, chunks, 3, seed=8)
+    with engine(
+        model, settings, variant("kernel") | {"SEEN": str(seen)}, block_size=128
+    ) as process:
         assert_same_answers(answers(process, documents), reference(documents))
         settle_and_empty(process)
         got = answers(process, documents)
         assert_same_answers(got, reference(documents))
         assert all(answer.reused_tokens > 200 for answer in got)
-    for line in seen.read_text().splitlines():
-        page_tokens, *pages = json.loads(line)
-        assert page_tokens == 32
-        assert [page % 4 for page in pages[:8]] == [0, 1, 2, 3, 0, 1, 2, 3][: len(pages)]
-
-
-def test_blends_into_kernel_pages_are_the_engines_own_answer(
-    reference: Reference, model: Path, documents: list[list[int]]
-) -> None:
-    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}, "block": {"tokens": 64}}
-    asked = mixed(model, documents, 4, seed=8)
-    with engine(model, settings, variant("kernel"), block_size=128) as process:
-        warm(process, documents)
+        warm(process, chunks)
         got = answers(process, asked, fusion=ALL)
         assert_same_answers(got, reference(asked))
         assert all(answer.tiers.get("blend", 0) > 200 for answer in got)
         log = process.log.read_text()
     assert "Connector attributed" not in log, "vLLM counts other sources than tokens"
+    for line in seen.read_text().splitlines():
+        page_tokens, *pages = json.loads(line)
+        assert page_tokens == 32
+        assert [page % 4 for page in pages[:8]] == [0, 1, 2, 3, 0, 1, 2, 3][: len(pages)]
