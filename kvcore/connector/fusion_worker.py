@@ -202,7 +202,9 @@ class FusionWorker:
         """
         nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
-            with self._layers.serving(ServedRequest("profile", nowhere, self._page_tokens)):
+            with self._layers.serving(
+                ServedRequest("profile", nowhere, self._view.layout.page_tokens)
+            ):
                 self._seconds(PROFILED_ROWS[0])
                 return [(rows, self._seconds(rows)) for rows in PROFILED_ROWS]
         except Exception:  # noqa: BLE001 - foreign layers: the engine must start all the same
@@ -253,8 +255,18 @@ class FusionWorker:
         self._report(order, job, outcome)
 
     def _served(self, order: BlendOrder) -> ServedRequest:
-        pages = torch.tensor([order.pages], device=self._device)
-        return ServedRequest(order.request_id, pages, self._page_tokens, order.lora)
+        pages = torch.tensor([self._pages(order)], device=self._device)
+        return ServedRequest(order.request_id, pages, self._view.layout.page_tokens, order.lora)
+
+    def _pages(self, order: BlendOrder) -> list[int]:
+        """Return the pages of the order's request in the memory.
+
+        They are smaller than the scheduler's pages if the engine's attention needs that.
+        """
+        per_page = self._page_tokens // self._view.layout.page_tokens
+        pages = np.asarray(order.pages, dtype=np.int64)[:, None] * per_page + np.arange(per_page)
+        found: list[int] = pages.ravel().tolist()
+        return found
 
     def _slots(self, order: BlendOrder) -> torch.Tensor:
         """Return the token slots of positions [exact, stop)."""
@@ -264,10 +276,8 @@ class FusionWorker:
         return torch.from_numpy(slots + positions % self._page_tokens).to(self._device)
 
     def _prefix(self, order: BlendOrder) -> PrefixReader:
-        per_page = self._page_tokens // self._view.layout.page_tokens
-        pages = np.asarray(order.pages, dtype=np.int64)[:, None] * per_page + np.arange(per_page)
         return PrefixReader(
-            self._worker.ops, self._view, self._shape, pages.ravel().tolist(), order.readable
+            self._worker.ops, self._view, self._shape, self._pages(order), order.readable
         )
 
     def _report(self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome) -> None:

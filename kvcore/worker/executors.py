@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,9 @@ class DeviceCopy:
         layers: Sequence[int],
         unit_tokens: int,
     ) -> None:
+        # The engine may have cut the pages that its scheduler knows into smaller ones.
+        fits = gcd(unit_tokens, device.layout.page_tokens)
+        units, unit_tokens = _cut(units, unit_tokens // fits), fits
         per_block = self._block_tokens // unit_tokens
         blocks = slots[:, None] * per_block + np.arange(per_block, dtype=np.int64)
         blocks = np.where(units == SKIP, SKIP, blocks)
@@ -89,6 +93,15 @@ class DeviceCopy:
             self._ops.copy_blocks(arena, blocks, device, units, layers, unit_tokens)
         else:
             self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
+
+
+def _cut(units: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:
+    """Return the units of each row, each cut into ``parts`` smaller ones."""
+    if parts == 1:
+        return units
+    whole = units[:, :, None]
+    cut = np.where(whole == SKIP, SKIP, whole * parts + np.arange(parts, dtype=np.int64))
+    return cut.reshape(len(units), -1)
 
 
 class TierRead:

@@ -41,6 +41,7 @@ def request(tokens: list[int]) -> Any:
         _all_token_ids=tokens,
         prompt_embeds=None,
         pooling_params=None,
+        resumable=False,
         mm_features=[],
         lora_request=None,
         cache_salt=None,

@@ -16,6 +16,11 @@ LOADS_AND_SAVES = [
         "If it happens often, raise `host.capacity` or `transfer.queue_depth`.",
     ),
     Trouble(
+        "vLLM counts on %d tokens of request=%s and was offered %s: computing instead",
+        "vLLM took more tokens than kvcore had offered. They are computed.",
+        "Report it with the version of vLLM: its scheduler has changed.",
+    ),
+    Trouble(
         "load abandoned at its deadline graph=%d after_s=%s",
         "A load was late. Its tokens are computed.",
         "If it happens often, check the tier, or set `planner.enabled = true`.",

@@ -7,6 +7,7 @@ the engine may have changed them, as it does for FlashMLA.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.model.identity import rope_length, weights_identity
 from kvcore.model.keys import model_fingerprint
-from kvcore.model.shape import BlockShape
+from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
@@ -127,7 +128,7 @@ def describe(llm_args: Any) -> ModelFacts:
         world_size=world_size,
         page_tokens=int(llm_args.kv_cache_config.tokens_per_block),
         kv_dtype=kv_dtype,
-        identity=_identity(llm_args, config),
+        identity=_identity(llm_args, config, kv_dtype),
         weights=weights_identity(
             folder or str(llm_args.model), getattr(llm_args, "revision", None)
         ),
@@ -179,6 +180,10 @@ def _check_layers(config: Mapping[str, Any], llm_args: Any) -> None:
             f"{windows or config.get('sliding_window')}: on TensorRT-LLM kvcore serves full and "
             "multi-head latent attention"
         )
+    if getattr(llm_args, "sparse_attention_config", None) or config.get("index_topk"):
+        raise UnsupportedError(
+            "sparse attention: its index is in a pool beside K and V that connectors do not get"
+        )
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(config.get(name), int):
             raise UnsupportedError(f"a config without {name}: not a decoder that kvcore knows")
@@ -216,12 +221,18 @@ def _compute_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
     return name.removeprefix("torch.")
 
 
-def _identity(llm_args: Any, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the whole config, with the engine's settings that shape KV."""
+def _identity(llm_args: Any, config: Mapping[str, Any], kv_dtype: str) -> dict[str, object]:
+    """Return the whole config, with the engine's settings that shape KV.
+
+    An 8-bit KV means nothing without its scales. They are the checkpoint's, or 1 if the environment
+    says so.
+    """
+    scales = os.environ.get("TRTLLM_LOAD_KV_SCALES") if ITEM_BYTES.get(kv_dtype) == 1 else None
     algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
     return {
         **config,
         "kvcore_max_model_len": rope_length(config, getattr(llm_args, "max_seq_len", None)),
         "kvcore_quantization": None if algorithm is None else str(algorithm),
         "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
+        "kvcore_kv_scales": scales,
     }

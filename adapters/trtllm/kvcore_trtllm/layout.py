@@ -46,7 +46,7 @@ def of_pool(pool: torch.Tensor, facts: ModelFacts, rank: int) -> Memory:
     if rest or not page_tokens or not pool.is_contiguous():
         raise UnsupportedError(f"a KV pool of shape {shape}; kvcore expects {expected}, contiguous")
     _check_page(page_tokens, facts)
-    facts = replace(facts, kv_dtype=_dtype(pool), page_tokens=page_tokens)
+    facts = replace(facts, kv_dtype=_dtype(pool, facts.kv_dtype), page_tokens=page_tokens)
     block = BlockShape(
         facts.layers, heads, facts.head_dim, page_tokens, facts.kv_dtype, facts.kv_factor
     )
@@ -68,10 +68,18 @@ def _check_page(page_tokens: int, facts: ModelFacts) -> None:
     )
 
 
-def _dtype(tensor: torch.Tensor) -> str:
+def _dtype(tensor: torch.Tensor, told: str) -> str:
+    """Return the type of the memory. It may differ from ``told`` only in plain types.
+
+    The meaning of 8-bit numbers is known from the settings alone.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise UnsupportedError(f"KV of type {name}; kvcore moves {', '.join(ITEM_BYTES)}")
+    if name != told and 1 in (ITEM_BYTES[name], ITEM_BYTES.get(told)):
+        raise UnsupportedError(
+            f"KV of type {name} in memory, and {told} by the settings: its format is unknown"
+        )
     return name
 
 

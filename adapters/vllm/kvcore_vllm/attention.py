@@ -30,6 +30,12 @@ _IMPL_ARGUMENTS = ["layer", "query", "key", "value", "kv_cache", "attn_metadata"
 _METADATA = ("num_actual_tokens", "query_start_loc", "seq_lens", "block_table")
 
 
+def check_writes(layer: Any) -> None:
+    """Raise UnsupportedError if the model writes the layer's KV itself: it passes no K and V."""
+    if getattr(layer, "kv_cache_update_bypass", False):  # since 0.33
+        raise UnsupportedError("a model that writes KV itself (kv_cache_update_bypass)")
+
+
 @contextmanager
 def lent(attention: Any, layer: int, hook: AttentionHook, batch: AttentionBatch) -> Iterator[None]:
     """In this block, replace the forward of one attention module by ``hook.before``."""
@@ -119,6 +125,7 @@ def _check_impl(layer: Any) -> None:
     taken = list(inspect.signature(layer.impl.forward).parameters)[: len(_IMPL_ARGUMENTS)]
     if taken != _IMPL_ARGUMENTS:
         raise UnsupportedError(f"{type(layer.impl).__name__}.forward takes {taken}")
+    check_writes(layer)
 
 
 def _around(

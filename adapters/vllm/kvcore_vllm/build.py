@@ -172,7 +172,8 @@ def build_worker_connector(
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(views[0].tensors[0].device),
     )
-    _hook_attention(vllm_config, model, parts.plugins.attention(shape, rank), worker)
+    hooks = parts.plugins.attention(shape, rank)
+    _hook_attention(vllm_config, model, hooks, worker, views[0].layout.page_tokens)
     return worker
 
 
@@ -201,9 +202,11 @@ def _hook_attention(
     model: ModelDescription,
     hooks: Sequence[AttentionHook],
     worker: WorkerConnector,
+    page_tokens: int,
 ) -> None:
     """Install plugins' hooks around the layers of a model with one group of pages.
 
+    ``page_tokens`` is the page of the attention kernels, which may be smaller than the scheduler's.
     The hooks are left out with a warning if the model or its runner does not support them. Model
     Runner V2 tells ``worker`` the requests of a step; V1 keeps them in its input batch.
     """
@@ -225,7 +228,7 @@ def _hook_attention(
             raise UnsupportedError(f"{type(runner).__name__} does not tell whose rows it runs")
         layers = [context[name] for name in group.names]
         requests = (lambda: worker.request_ids) if v2 else (lambda: runner.input_batch.req_ids)
-        install(layers, hooks, requests, group.page_tokens)
+        install(layers, hooks, requests, page_tokens)
     except UnsupportedError as error:
         names = ", ".join(hook.name for hook in hooks)
         _log.warning("attention hooks are left out: %s: %s", names, error)

@@ -270,7 +270,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or num_external_tokens == 0:
             return {}
         sources: dict[CacheHitSource, int] = {}
-        for tier, tokens in self._scheduler.reused_by_tier(request.request_id).items():
+        found = self._scheduler.hit_sources(request.request_id, num_external_tokens)
+        for tier, tokens in found.items():
             source = CacheHitSource[_SOURCES.get(tier, "EXTERNAL_UNSPECIFIED")]
             sources[source] = sources.get(source, 0) + tokens
         return sources

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_SERVED_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+_SERVED_SPECS = frozenset(
+    {FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec}
+)
+"""Exact types: a subclass keeps something else in its pages (sinks, hidden states, a pool)."""
+
+_SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
+"""vLLM's modes whose pages hold K and V only. The other modes pack scales beside the values."""
 
 
 def describe(
@@ -150,8 +156,7 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
 
     order: dict[int, str] = {}
     for group in kv_cache_config.kv_cache_groups:
-        if not group.enable_kv_transfer or group.is_eagle_group:
-            raise UnsupportedError("a cache group that is rebuilt or belongs to a draft model")
+        _check_group(group)
         for name in group.layer_names:
             layer = extract_layer_index(name)
             if layer in order:
@@ -166,6 +171,17 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
     return tuple(groups)
 
 
+def _check_group(group: Any) -> None:
+    """Raise UnsupportedError if a cache group is not the KV of the model's own layers."""
+    if not group.enable_kv_transfer or group.is_eagle_group:
+        raise UnsupportedError("a cache group that is rebuilt or belongs to a draft model")
+    if getattr(group, "host_resident", False):
+        raise UnsupportedError("a cache group that vLLM keeps in host memory (host_resident)")
+    role = getattr(group, "role", "default")
+    if (name := str(getattr(role, "value", role))) != "default":
+        raise UnsupportedError(f"a cache group of role {name!r}: kvcore serves the role 'default'")
+
+
 def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     """Return the spec that all layers share except for the window.
 
@@ -175,27 +191,40 @@ def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     if not specs:
         raise UnsupportedError("a model without a KV cache")
     for spec in specs:
-        if not isinstance(spec, _SERVED_SPECS) or type(spec).__name__ == "RSWASpec":
-            raise UnsupportedError(
-                f"a cache of type {type(spec).__name__}: kvcore serves full, sliding-window, "
-                "chunked-local and multi-head latent attention"
-            )
-        if spec.state_content_bytes is not None or spec.tokens_per_state != 1:
-            raise UnsupportedError(f"{type(spec).__name__} with packed or compressed states")
-        if spec.page_size_padded not in (None, spec.unpadded_page_size_bytes):
-            raise UnsupportedError(f"{type(spec).__name__} with padded pages")
-        if str(spec.kv_quant_mode.name) != "NONE" and spec.dtype.itemsize != 1:
-            raise UnsupportedError(f"KV quantisation {spec.kv_quant_mode.name}")
-    kinds = {(s.num_kv_heads, s.head_size, s.head_size_v, s.dtype) for s in specs}
+        _check_spec(spec)
+    kinds = {
+        (s.num_kv_heads, s.head_size, s.head_size_v, s.dtype, s.kv_quant_mode.name) for s in specs
+    }
     if len(kinds) > 1:
         raise UnsupportedError(f"layers with different heads or dtypes: {sorted(map(str, kinds))}")
     first: AttentionSpec = specs[0]
     return first
 
 
+def _check_spec(spec: Any) -> None:
+    """Raise UnsupportedError unless a layer's pages hold the plain K and V of its tokens."""
+    kind = type(spec).__name__
+    if type(spec) not in _SERVED_SPECS:
+        raise UnsupportedError(
+            f"a cache of type {kind}: kvcore serves full, sliding-window, chunked-local and "
+            "multi-head latent attention"
+        )
+    if spec.state_content_bytes is not None or spec.tokens_per_state != 1:
+        raise UnsupportedError(f"{kind} with packed or compressed states")
+    if spec.page_size_padded not in (None, spec.unpadded_page_size_bytes):
+        raise UnsupportedError(f"{kind} with padded pages")
+    mode = spec.kv_quant_mode.name
+    if mode not in _SERVED_QUANTISATION:
+        raise UnsupportedError(
+            f"KV quantisation {mode}: kvcore serves {' and '.join(_SERVED_QUANTISATION)}"
+        )
+    if mode == "NONE" and spec.dtype.itemsize == 1:
+        raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
+
+
 def _leaf_specs(group: Any) -> list[Any]:
     spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
+    if type(spec) is UniformTypeKVCacheSpecs:
         return list(spec.kv_cache_specs.values())
     return [spec]
 
@@ -207,4 +236,29 @@ def _fingerprint(vllm_config: VllmConfig, spec: AttentionSpec) -> bytes:
     config["kvcore_max_model_len"] = rope_length(config, model.max_model_len)
     config["kvcore_compute_dtype"] = str(model.dtype)
     weights = weights_identity(model.model, model.revision)
-    return model_fingerprint(config, weights, str(spec.dtype))
+    return model_fingerprint(config, weights, _stored_type(vllm_config, spec))
+
+
+def _stored_type(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """Return the name of the numbers in which KV is stored.
+
+    vLLM keeps every 8-bit format as bytes, so a quantised cache is named by its format as well.
+    The name is the same in the scheduler and in the workers: a checkpoint with a scheme for its
+    cache changes "auto" to "fp8" in the workers' config only.
+    """
+    mode = spec.kv_quant_mode.name
+    if mode == "NONE":
+        return str(spec.dtype)
+    return f"{spec.dtype} {mode} {quantised_type(str(vllm_config.cache_config.cache_dtype))}"
+
+
+def quantised_type(cache_dtype: str) -> str:
+    """Return the torch name of the 8-bit numbers that vLLM means by ``cache_dtype``.
+
+    A name that stands for no such type is returned as it is.
+    """
+    from vllm.platforms import current_platform
+
+    e4m3 = str(current_platform.fp8_dtype())  # of ROCm's two formats, the one of this GPU
+    named = {"auto": e4m3, "fp8": e4m3, "fp8_e4m3": e4m3, "fp8_e5m2": "torch.float8_e5m2"}
+    return named.get(cache_dtype, cache_dtype)

@@ -30,7 +30,7 @@ from kvcore.fusion.fusor import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
-from kvcore_vllm.attention import lent
+from kvcore_vllm.attention import check_writes, lent
 from kvcore_vllm.plugin import TRIED, verdict
 from kvcore_vllm.probes import FUSION, LORA
 
@@ -192,6 +192,7 @@ def _attention(layer: Any) -> Attention:
     refuse_unlike({what: value is not None for what, value in unlike.items()})
     if getattr(impl, "sliding_window", None) not in _NO_WINDOW:
         raise UnsupportedError(f"fusion is not served for a window of {impl.sliding_window}")
+    check_writes(layer)
     if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
         raise UnsupportedError(
             f"the backend {type(impl).__name__} writes KV inside its forward only"

@@ -43,6 +43,11 @@ def group_view(
                 f"the cache of {name} has shape {tuple(tensor.shape)}; kvcore expects "
                 f"[pages, {shape.kv_heads} heads, tokens, {content} of K and V content]"
             )
+        if tensor.shape[2] < 1 or group.page_tokens % tensor.shape[2]:
+            raise UnsupportedError(
+                f"the cache of {name} has pages of {tensor.shape[2]} tokens, into which vLLM's "
+                f"blocks of {group.page_tokens} tokens cannot be cut"
+            )
     if first.device.type == "cpu":
         isa = _cpu_isa(vllm_config, group.names[0])
         layout = vllm_cpu_layout(

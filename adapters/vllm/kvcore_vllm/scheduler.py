@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
@@ -102,7 +103,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         The number is None if vLLM must ask again in a later step.
         """
         tracked = self._track(request)
-        if tracked is None or not tracked.may_load:
+        if tracked is None:
+            return 0, False
+        tracked.offer = tracked.count_miss = None
+        if not tracked.may_load:
             return 0, False
         self._hash(tracked)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
@@ -110,36 +114,43 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         tracked.new = False
         if self.manager.ask_stores(hit, computed // self._block, promise):
             return None, False
-        # The last token is always computed: its logits are needed.
-        matched = min(hit.depth * self._block, request.num_tokens - 1)
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
         self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
-        tracked.hit, tracked.offer = hit, None
-        gain = matched - computed
+        tracked.hit = hit
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
                 return blended, blended is not None
+        return self._offer(tracked, hit, computed)
+
+    def _offer(self, tracked: Tracked, hit: Hit, computed: int) -> tuple[int | None, bool]:
+        """Return what to load of ``hit``, as `get_num_new_matched_tokens` does, and remember it."""
+        request, name = tracked.request, tracked.request.request_id
+        # The last token is always computed: its logits are needed.
+        stop = min(hit.depth * self._block, request.num_tokens - 1)
+        gain = stop - computed
         if gain < self._traits.min_load_tokens:
-            self._missed_little(name, hit, gain, request.num_tokens, request.num_tokens - 1)
+            tokens = request.num_tokens
+            tracked.count_miss = partial(self._missed_little, name, hit, gain, tokens, tokens - 1)
             return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
-            self.recorder.planned(name, plan, gain)
             if plan.action is Action.RECOMPUTE:
+                tracked.count_miss = partial(self.recorder.planned, name, plan, gain)
                 return 0, False
-            matched = plan.stop
-            gain = matched - computed
-        first, last = self._blocks(computed, matched)
+            self.recorder.planned(name, plan, gain)
+            stop = plan.stop
+            gain = stop - computed
+        first, last = self._blocks(computed, stop)
         ready = self._readiness(tracked, hit, first, last)
         if ready is Readiness.LATER:
-            _log.debug("lookup request=%s waits for slots, or another's load", request.request_id)
+            _log.debug("lookup request=%s waits for slots, or another's load", name)
             return None, False
         if ready is Readiness.NEVER:
-            self.recorder.missed(name, MissReason.BUSY, gain)
+            tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, gain)
             return 0, False
         in_step = self._loads_in_step(hit, first, last)
-        tracked.offer = Offer(computed, matched, matched, in_step)
+        tracked.offer = Offer(computed, stop, stop, in_step)
         return gain, not in_step
 
     def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
@@ -210,16 +221,19 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         vLLM may take fewer tokens than were offered, and may take an offer up in a later step. A
         request whose load cannot be planned is told as failed, and vLLM computes it.
         """
-        if external == 0:
-            return
         tracked = self._requests.get(request.request_id)
         offer = None
         if tracked is not None:
             offer, tracked.offer = tracked.offer, None
-            tracked.waits = offer is None or not offer.in_step
+            if tracked.count_miss is not None:
+                tracked.count_miss()
+                tracked.count_miss = None
+        if external == 0:
+            return
         try:
             if tracked is None or offer is None or external > offer.stop - offer.start:
                 raise TransferError(f"vLLM counts on {external} tokens, and was offered {offer}")
+            tracked.waits = not offer.in_step
             if offer.blend is None:
                 self._launch_load(tracked, offer, blocks.get_block_ids(), external)
             elif tracked.fusing is not None and tracked.fusing.due:
@@ -227,12 +241,12 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             else:
                 raise TransferError("the blend was offered in an earlier step")
         except KVCoreError as error:
-            if offer is not None and offer.in_step:
+            if self._in_step if offer is None else offer.in_step:
                 raise  # the forward would read pages that nothing fills
             # The workers know nothing of the load yet.
             _log.warning("load refused request=%s: %s", request.request_id, error)
             if tracked is not None:
-                tracked.may_load = False
+                tracked.may_load, tracked.waits, tracked.reused = False, True, {}
             self._plan.failed_loads.append(request.request_id)
 
     def _launch_load(
@@ -298,10 +312,15 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         """Return a lane that queues graphs with the request that waits for them."""
         return lambda graph: queue.append((request_id, graph))
 
-    def reused_by_tier(self, request_id: str) -> dict[str, int]:
-        """Return the tokens of the request's last load, by tier."""
+    def hit_sources(self, request_id: str, external: int) -> dict[str, int]:
+        """Return where the ``external`` tokens of the request's last load come from, by tier.
+
+        Tokens that a blend computes, or that are not loaded after all, are of the source "none".
+        """
         tracked = self._requests.get(request_id)
-        return dict(tracked.reused) if tracked else {}
+        found = {} if tracked is None else dict(tracked.reused)
+        rest = external - sum(found.values())
+        return {**found, "none": rest} if rest else found
 
     # -- a step is planned ------------------------------------------------------------------
 
@@ -486,6 +505,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             return None  # prompt embeddings have no token ids to make keys of
         if request.pooling_params is not None:
             return None
+        if request.resumable:
+            return None  # a session: vLLM adds media and drops tokens after its keys were made
         chain = KeyChain(self._namespace(request), self._block)
         extras = tuple(
             Extra(f.mm_position.offset, f.mm_position.length, str(f.identifier).encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,8 @@ class Tracked:
         extras: digests of its images and the like, which are part of its keys.
         hit: the last lookup, valid until the next one.
         offer: what the last lookup offered to load; None once vLLM has taken it up.
+        count_miss: counts the last lookup as a miss. Called when vLLM schedules the request: until
+            then it looks the request up again in every step.
         waits: the request waits for an asynchronous load or a blend: its pages hold no KV yet.
         load: the graph of that load.
         load_attempts: the number of loads that were planned.
@@ -57,6 +60,7 @@ class Tracked:
     extras: tuple[Extra, ...]
     hit: Hit | None = None
     offer: Offer | None = None
+    count_miss: Callable[[], None] | None = None
     waits: bool = False
     load: int | None = None
     load_attempts: int = 0

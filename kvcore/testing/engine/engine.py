@@ -411,11 +411,14 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         if self.args.prefix_cache:
             claimed = self.table.claim(request.tokens, request.family)
         computed = len(claimed) * self.args.page_tokens
-        found = None if self.leader is None else self.leader.lookup(request, computed)
         fresh = self.table.pages_for(len(request.tokens)) - len(claimed)
-        if (found is not None and found.wait) or fresh > self.table.available:
+        if fresh > self.table.available:  # looked up once it has pages: each lookup is counted
             self.table.release(claimed)
-            return found is not None and found.wait
+            return False
+        found = None if self.leader is None else self.leader.lookup(request, computed)
+        if found is not None and found.wait:
+            self.table.release(claimed)
+            return True
         request.pages = claimed + self._allocate(fresh)
         request.computed = request.cached_tokens = computed
         request.state = State.RUNNING

@@ -127,6 +127,8 @@ def test_mla_is_one_latent_head(checkpoint: Callable[..., Path]) -> None:
         ({}, {"speculative_config": object()}, "draft"),
         ({}, {"attn_backend": "FLASHINFER_STAR_ATTENTION"}, "attn_backend"),
         ({}, {"kv_cache_config__dtype": "nvfp4"}, "NVFP4"),
+        ({}, {"sparse_attention_config": object()}, "sparse attention"),
+        ({"index_topk": 2048}, {}, "sparse attention"),
     ],
 )
 def test_models_that_are_left_alone(
@@ -166,6 +168,30 @@ def test_fingerprints_tell_models_apart(checkpoint: Callable[..., Path]) -> None
     others.append(describe(args(folder, dtype="float16")))
     found = {fingerprint(base), *map(fingerprint, others)}
     assert len(found) == 7
+
+
+def test_eight_bit_kv_with_other_scales_is_other_kv(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, groups = checkpoint(), (LayerGroup(0, 32, (0, 1, 2)),)
+    found = {}
+    for scales in (None, "0", "1"):
+        if scales is not None:
+            monkeypatch.setenv("TRTLLM_LOAD_KV_SCALES", scales)
+        for kind in ("auto", "fp8"):
+            given = describe(args(folder, dtype="float16", kv_cache_config__dtype=kind))
+            found[kind, scales] = whole(given, groups, 16).fingerprint
+    assert len({found["fp8", scales] for scales in (None, "0", "1")}) == 3
+    assert len({found["auto", scales] for scales in (None, "0", "1")}) == 1
+
+
+@pytest.mark.parametrize(("told", "memory"), [("int8", "uint8"), ("float8_e4m3fn", "int8")])
+def test_bytes_of_another_type_than_the_settings_are_left_alone(told: str, memory: str) -> None:
+    pool = torch.zeros(4, 3, 2, 32 * 4 * 8, dtype=getattr(torch, memory))
+    with pytest.raises(UnsupportedError, match=f"{memory} in memory, and {told}"):
+        of_pool(pool, facts(kv_dtype=told), 0)
+    same = torch.zeros(4, 3, 2, 32 * 4 * 8, dtype=getattr(torch, told))
+    assert of_pool(same, facts(kv_dtype=told), 0).facts.kv_dtype == told
 
 
 # --- layouts ----------------------------------------------------------------------------------

@@ -66,18 +66,17 @@ class Side:
     def serve(self, asked: Any) -> dict[str, Any] | None:
         """From lookup to end, as vLLM calls it."""
         external, waits = self.side.get_num_new_matched_tokens(asked, 0)
-        if external:
-            pages: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
-            self.side.update_state_after_alloc(asked, pages, external)
-            if waits:
-                self.side._load_ended(asked.request_id)
+        pages: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
+        self.side.update_state_after_alloc(asked, pages, external)
+        if waits:
+            self.side._load_ended(asked.request_id)
         return self.side.request_finished(asked, [np.arange(26).tolist()])
 
 
 def request(name: str, **more: Any) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
-        num_computed_tokens=0, prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None,
+        num_computed_tokens=0, prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, resumable=False,
         mm_features=[], _all_token_ids=PROMPT, lora_request=None, cache_salt=None,
         kv_transfer_params=None, get_finished_reason=lambda: "stop", **more,
     )  # fmt: skip

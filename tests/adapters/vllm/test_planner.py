@@ -29,6 +29,7 @@ BLOCK, LAYERS = 16, 4
 SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, BLOCK, tuple(range(LAYERS))),), b"f" * 32, 1)
 PROMPT = list(range(1, 402))
+PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
 
 
 class Side:
@@ -84,6 +85,7 @@ def request() -> Any:
         prompt_token_ids=PROMPT,
         prompt_embeds=None,
         pooling_params=None,
+        resumable=False,
         mm_features=[],
         _all_token_ids=PROMPT,
         lora_request=None,
@@ -102,6 +104,7 @@ def test_a_slow_disk_is_a_miss_that_names_the_plan() -> None:
     made = Side()
     made.teach(load=10.0)
     assert made.ask() == (0, False)
+    made.side.update_state_after_alloc(request(), PAGES, 0)
     assert made.misses == {MissReason.PLANNED.value: 1}
 
 
@@ -120,9 +123,8 @@ def test_a_load_between_steps_has_the_deadline_of_its_plan() -> None:
         asked = request()
         external, waits = made.side.get_num_new_matched_tokens(asked, 0)
         assert waits
-        pages: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
         assert external is not None
-        made.side.update_state_after_alloc(asked, pages, external)
+        made.side.update_state_after_alloc(asked, PAGES, external)
         [(_, graph)] = made.side._plan.async_loads
         assert graph.deadline_s == expected
 

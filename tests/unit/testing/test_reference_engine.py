@@ -242,6 +242,19 @@ def test_pages_run_out_and_the_newest_starts_over(make: Make, plain: Ask) -> Non
     assert engine.preemptions > 0
 
 
+def test_a_request_that_waits_for_pages_is_one_miss(make: Make, plain: Ask) -> None:
+    engine = make(num_pages=12, page_tokens=8)
+    prompts = [words(seed, 60) for seed in range(3)]
+    requests = [engine.submit(prompt, ANSWER) for prompt in prompts]
+    for _ in range(4):
+        engine.step()
+    assert [request.state for request in requests[1:]] == [State.WAITING, State.WAITING]
+    engine.run()
+    assert [request.answer for request in requests] == [plain(prompt) for prompt in prompts]
+    assert engine.leader is not None
+    assert engine.leader.metrics.snapshot()["kvcore_misses_total"] == {"not_cached": 3}
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """``open`` gates the loads to pages, ``fail`` is how many of them are to fail."""

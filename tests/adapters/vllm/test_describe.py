@@ -1,0 +1,175 @@
+"""What kvcore makes of vLLM's own cache specs: whose KV it serves, and under which identity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
+
+from kvcore.errors import UnsupportedError
+from kvcore.harness.models import tiny_model
+from kvcore.model.identity import weights_identity
+from kvcore.model.keys import model_fingerprint
+from kvcore_vllm.describe import describe
+
+LAYERS, HEADS, DIM = 2, 2, 64
+NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+
+
+@cache
+def model() -> Path:
+    return tiny_model("llama", layers=LAYERS, heads=4, kv_heads=HEADS, head_dim=DIM)
+
+
+@cache
+def vllm_config(cache_dtype: str = "auto", dtype: str = "float32") -> Any:
+    args = EngineArgs(str(model()), dtype=dtype, kv_cache_dtype=cache_dtype, enforce_eager=True)
+    return args.create_engine_config()
+
+
+def spec_of(kind: type[AttentionSpec] = FullAttentionSpec, **fields: Any) -> Any:
+    given = {"block_size": 32, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+    return kind(**given | fields)
+
+
+def told(spec: Any, **group: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec(NAMES, spec, **group)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def fingerprint(cache_dtype: str, told_dtype: str | None = None) -> bytes:
+    """The fingerprint where the config says ``cache_dtype``, and the layers maybe another."""
+    mode = get_kv_quant_mode(told_dtype or cache_dtype)
+    dtype = torch.float32 if mode is KVQuantMode.NONE else torch.uint8
+    spec = spec_of(dtype=dtype, kv_quant_mode=mode)
+    return describe(vllm_config(cache_dtype), told(spec), 16).fingerprint
+
+
+# -- identity ------------------------------------------------------------------------------------
+
+
+def test_eight_bit_formats_are_different_kv() -> None:
+    """All of them are bytes to torch."""
+    assert len({fingerprint(name) for name in ("auto", "fp8_e4m3", "fp8_e5m2")}) == 3
+
+
+def test_names_of_one_format_are_the_same_kv() -> None:
+    """If a checkpoint asks for "fp8", the workers' config says so, and the scheduler's "auto"."""
+    assert fingerprint("fp8") == fingerprint("fp8_e4m3") == fingerprint("auto", told_dtype="fp8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_plain_kv_keeps_the_fingerprint_of_stores_written_before(dtype: str) -> None:
+    stored = getattr(torch, dtype)
+    found = describe(vllm_config(dtype=dtype), told(spec_of(dtype=stored)), 16).fingerprint
+    config = vllm_config(dtype=dtype).model_config.hf_text_config.to_dict()
+    config |= {"kvcore_compute_dtype": f"torch.{dtype}"}
+    assert found == model_fingerprint(
+        config, weights_identity(str(model()), None), f"torch.{dtype}"
+    )
+
+
+@pytest.mark.parametrize(
+    "mode", [m for m in KVQuantMode if m.name not in ("NONE", "FP8_PER_TENSOR")]
+)
+def test_other_quantisation_is_refused_by_name(mode: KVQuantMode) -> None:
+    with pytest.raises(UnsupportedError, match=mode.name):
+        describe(vllm_config(), told(spec_of(dtype=torch.uint8, kv_quant_mode=mode)), 16)
+
+
+def test_bytes_without_a_format_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"torch\.int8"):
+        describe(vllm_config(), told(spec_of(dtype=torch.int8)), 16)
+
+
+def test_layers_of_different_formats_are_refused() -> None:
+    quantised = spec_of(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    specs = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs=dict(zip(NAMES, (spec_of(), quantised), strict=True))
+    )
+    with pytest.raises(UnsupportedError, match="different heads or dtypes"):
+        describe(vllm_config(), told(specs), 16)
+
+
+# -- kinds of caches -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of(SinkFullAttentionSpec, sink_len=4),
+        spec_of(HiddenStateCacheSpec, head_size=DIM),
+        spec_of(SlidingWindowMLASpec, sliding_window=64),
+        spec_of(RSWASpec, rswa_window=64),
+        spec_of(type("KpoolTailSpec", (SlidingWindowSpec,), {}), sliding_window=64),  # 0.30, 0.31
+        spec_of(type("OtherSpec", (FullAttentionSpec,), {})),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_a_subclass_of_a_served_spec_is_refused(spec: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"a cache of type {type(spec).__name__}:"):
+        describe(vllm_config(), told(spec), 16)
+
+
+def test_a_subclass_among_the_specs_of_a_group_is_refused() -> None:
+    sinks = spec_of(SinkFullAttentionSpec, sink_len=4)
+    specs = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs=dict(zip(NAMES, (spec_of(), sinks), strict=True))
+    )
+    with pytest.raises(UnsupportedError, match="SinkFullAttentionSpec"):
+        describe(vllm_config(), told(specs), 16)
+
+
+@pytest.mark.parametrize("spec", [spec_of(), spec_of(SlidingWindowSpec, sliding_window=64)])
+def test_the_served_specs_are_described(spec: Any) -> None:
+    assert describe(vllm_config(), told(spec), 16).groups[0].names == tuple(NAMES)
+
+
+def test_latent_attention_is_served_by_its_own_spec() -> None:
+    spec = spec_of(MLAAttentionSpec, num_kv_heads=1)
+    assert describe(vllm_config(), told(spec), 16).shape.kv_factor == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "why"),
+    [
+        ({"host_resident": True}, "host_resident"),
+        ({"role": KVCacheGroupRole.HISPARSE_SOURCE}, "hisparse_source"),
+        ({"role": KVCacheGroupRole.HISPARSE_INDEXER}, "hisparse_indexer"),
+        ({"enable_kv_transfer": False}, "rebuilt"),
+        ({"is_eagle_group": True}, "draft"),
+    ],
+)
+def test_a_group_that_is_not_the_models_own_kv_is_refused(group: Any, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        describe(vllm_config(), told(spec_of(), **group), 16)
+
+
+def test_a_group_of_a_version_without_these_fields_is_served() -> None:
+    config = told(spec_of())
+    [group] = config.kv_cache_groups
+    fields = {k: v for k, v in vars(group).items() if k not in ("host_resident", "role")}
+    config = replace(config, kv_cache_groups=[SimpleNamespace(**fields)])
+    assert describe(vllm_config(), config, 16).groups

@@ -1,0 +1,158 @@
+"""Real vLLM where KV is easily taken for other KV: formats, sessions, counts and sizes of pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from kvcore.harness.compare import (
+    ALL,
+    REUSE,
+    SPACE,
+    Reference,
+    answers,
+    assert_same_answers,
+    settle_and_empty,
+    warm,
+)
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.models import tiny_vision_model
+from kvcore.harness.prompts import mixed, windows
+
+pytestmark = pytest.mark.engine
+
+SESSION = Path(__file__).with_name("vllm_session.py")
+VARIANTS = Path(__file__).with_name("variants")
+HOST = {"host": {"capacity": "256MiB"}}
+BETWEEN_STEPS = {"transfer": {"sync_load_max": 0}}
+
+
+@pytest.fixture(scope="module")
+def documents(model: Path) -> list[list[int]]:
+    return windows(model, 6, 300, 900, seed=33)
+
+
+@pytest.fixture(scope="module")
+def chunks(model: Path) -> list[list[int]]:
+    return windows(model, 5, 200, 300, seed=34)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Iterator[Reference]:
+    with engine(model, None, enable_prefix_caching=False) as process:
+        yield Reference(process)
+
+
+def variant(name: str) -> dict[str, str]:
+    path = os.pathsep.join([str(VARIANTS), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "VARIANT": name}
+
+
+def test_eight_bit_formats_never_read_each_others_kv(
+    model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    kvcore = HOST | {"disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
+    expected = {}
+    for name in ("fp8_e4m3", "fp8_e5m2"):
+        with engine(model, None, kv_cache_dtype=name, enable_prefix_caching=False) as process:
+            expected[name] = answers(process, documents)
+    for name, again in (("fp8_e4m3", False), ("fp8_e5m2", False), ("fp8_e4m3", True)):
+        with engine(model, kvcore, kv_cache_dtype=name) as process:
+            got = answers(process, documents)
+            assert_same_answers(got, expected[name])
+            assert any(answer.tiers.get("disk") for answer in got) == again
+            settle_and_empty(process)
+            assert_same_answers(answers(process, documents), expected[name])
+
+
+def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path) -> None:
+    """Its keys began with a text. The picture came later, and its pages were taken away then."""
+    pictures = []
+    for seed in range(2):
+        pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
+        pictures.append(tmp_path / f"{seed}.png")
+        Image.fromarray(pixels).save(pictures[-1])
+    found = []
+    for kvcore in (None, HOST):
+        command = [sys.executable, SESSION, tiny_vision_model(), json.dumps(kvcore), *pictures]
+        done = subprocess.run(
+            list(map(str, command)), env={**os.environ, **SPACE}, capture_output=True, text=True,
+            timeout=300, check=True,
+        )  # fmt: skip
+        [line] = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
+        found.append(json.loads(line))
+    assert found[1] == found[0] | {"hits": 0}, "kvcore leaves sessions alone"
+
+
+# -- vLLM takes other counts than it was offered -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("taken", "kvcore"),
+    [("fewer", HOST), ("half", HOST), ("half", HOST | BETWEEN_STEPS), ("none", HOST)],
+    ids=["whole pages", "half", "half between steps", "none"],
+)
+def test_fewer_tokens_than_offered_are_loaded_from_the_start(
+    reference: Reference, model: Path, documents: list[list[int]], taken: str, kvcore: Any
+) -> None:
+    with engine(model, kvcore, variant(taken)) as process:
+        assert_same_answers(answers(process, documents), reference(documents))
+        settle_and_empty(process)
+        got = answers(process, documents)
+        assert_same_answers(got, reference(documents))
+        assert all((answer.reused_tokens > 0) == (taken != "none") for answer in got)
+        settle_and_empty(process)
+        assert_same_answers(answers(process, documents), reference(documents))
+
+
+def test_a_blend_of_which_only_a_part_is_taken_is_computed(
+    reference: Reference, model: Path, chunks: list[list[int]]
+) -> None:
+    """Its chunks cannot be cut. At ratio 0 its tokens would be others than the engine's."""
+    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}}
+    asked = mixed(model, chunks, 3, seed=7)
+    with engine(model, settings, variant("half")) as process:
+        warm(process, chunks)
+        got = answers(process, asked, fusion=REUSE)
+        assert_same_answers(got, reference(asked))
+        assert not any(answer.tiers.get("blend") for answer in got)
+
+
+def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
+    reference: Reference,
+    model: Path,
+    documents: list[list[int]],
+    chunks: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """A block of 64 tokens lies in two of the kernel's pages of 32; the scheduler's have 128."""
+    seen = tmp_path / "seen"
+    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}, "block": {"tokens": 64}}
+    asked = mixed(model, chunks, 3, seed=8)
+    with engine(
+        model, settings, variant("kernel") | {"SEEN": str(seen)}, block_size=128
+    ) as process:
+        assert_same_answers(answers(process, documents), reference(documents))
+        settle_and_empty(process)
+        got = answers(process, documents)
+        assert_same_answers(got, reference(documents))
+        assert all(answer.reused_tokens > 200 for answer in got)
+        warm(process, chunks)
+        got = answers(process, asked, fusion=ALL)
+        assert_same_answers(got, reference(asked))
+        assert all(answer.tiers.get("blend", 0) > 200 for answer in got)
+        log = process.log.read_text()
+    assert "Connector attributed" not in log, "vLLM counts other sources than tokens"
+    for line in seen.read_text().splitlines():
+        page_tokens, *pages = json.loads(line)
+        assert page_tokens == 32
+        assert [page % 4 for page in pages[:8]] == [0, 1, 2, 3, 0, 1, 2, 3][: len(pages)]
