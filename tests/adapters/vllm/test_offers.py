@@ -53,7 +53,8 @@ def test_more_tokens_than_were_offered_are_computed(rig: LeaderRig) -> None:
     assert ask(rig) == (0, False), "it is not offered again"
 
 
-def test_an_offer_is_taken_up_once(rig: LeaderRig) -> None:
+def test_an_offer_is_taken_up_once() -> None:
+    rig = LeaderRig(in_step=False)
     offered, _ = ask(rig)
     assert take(rig, offered) is not None
     rig.side._plan.async_loads.clear()
