@@ -36,7 +36,8 @@ PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
 def request(name: str) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
-        prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, resumable=False, mm_features=[],
+        prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None,
+        resumable=False, mm_features=[],
         _all_token_ids=PROMPT, lora_request=None, cache_salt=None, kv_transfer_params=None,
     )  # fmt: skip
 
