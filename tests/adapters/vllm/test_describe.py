@@ -44,13 +44,18 @@ def model() -> Path:
 
 
 @cache
-def vllm_config(cache_dtype: str = "auto", dtype: str = "float32") -> Any:
+def vllm_config(cache_dtype: Any = "auto", dtype: Any = "float32") -> Any:
     args = EngineArgs(str(model()), dtype=dtype, kv_cache_dtype=cache_dtype, enforce_eager=True)
     return args.create_engine_config()
 
 
 def spec_of(kind: type[AttentionSpec] = FullAttentionSpec, **fields: Any) -> Any:
-    given = {"block_size": 32, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+    given: dict[str, Any] = {
+        "block_size": 32,
+        "num_kv_heads": HEADS,
+        "head_size": DIM,
+        "dtype": torch.float32,
+    }
     return kind(**given | fields)
 
 
@@ -171,5 +176,6 @@ def test_a_group_of_a_version_without_these_fields_is_served() -> None:
     config = told(spec_of())
     [group] = config.kv_cache_groups
     fields = {k: v for k, v in vars(group).items() if k not in ("host_resident", "role")}
-    config = replace(config, kv_cache_groups=[SimpleNamespace(**fields)])
+    bare: Any = SimpleNamespace(**fields)
+    config = replace(config, kv_cache_groups=[bare])
     assert describe(vllm_config(), config, 16).groups
