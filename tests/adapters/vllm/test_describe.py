@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,13 +42,18 @@ def model() -> Path:
 
 
 @cache
-def vllm_config(cache_dtype: str = "auto", dtype: str = "float32") -> Any:
+def vllm_config(cache_dtype: Any = "auto", dtype: Any = "float32") -> Any:
     args = EngineArgs(str(model()), dtype=dtype, kv_cache_dtype=cache_dtype, enforce_eager=True)
     return args.create_engine_config()
 
 
 def spec_of(kind: type[AttentionSpec] = FullAttentionSpec, **fields: Any) -> Any:
-    given = {"block_size": 32, "num_kv_heads": HEADS, "head_size": DIM, "dtype": torch.float32}
+    given: dict[str, Any] = {
+        "block_size": 32,
+        "num_kv_heads": HEADS,
+        "head_size": DIM,
+        "dtype": torch.float32,
+    }
     return kind(**given | fields)
 
 
@@ -165,11 +168,3 @@ def test_latent_attention_is_served_by_its_own_spec() -> None:
 def test_a_group_that_is_not_the_models_own_kv_is_refused(group: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         describe(vllm_config(), told(spec_of(), **group), 16)
-
-
-def test_a_group_of_a_version_without_these_fields_is_served() -> None:
-    config = told(spec_of())
-    [group] = config.kv_cache_groups
-    fields = {k: v for k, v in vars(group).items() if k not in ("host_resident", "role")}
-    config = replace(config, kv_cache_groups=[SimpleNamespace(**fields)])
-    assert describe(vllm_config(), config, 16).groups
