@@ -12,75 +12,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError, TransferGraph
 from kvcore_vllm import scheduler
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler
-<<<<<<< HEAD
 from support.vllm_leader import BLOCK, PAGES, SHAPE, LeaderRig, request
-=======
-from kvcore_vllm.scheduler import SchedulerSide
-
-BLOCK, LAYERS = 16, 4
-SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
-MODEL = ModelDescription(SHAPE, (LayerGroup(0, BLOCK, tuple(range(LAYERS))),), b"f" * 32, 1)
-PROMPT = list(range(1, 402))
-PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
-
-
-def request(name: str) -> Any:
-    return SimpleNamespace(
-        request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
-        prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None,
-        resumable=False, mm_features=[],
-        _all_token_ids=PROMPT, lora_request=None, cache_salt=None, kv_transfer_params=None,
-    )  # fmt: skip
-
-
-class JoiningRig:
-    """A scheduler side with ``PROMPT`` on disk, and time that stands still."""
-
-    def __init__(self, host: int = 64) -> None:
-        self.now = 0.0
-        self.requests: dict[str, Any] = {}
-        self.index = BlockIndex([TierSpec("host", host), TierSpec("disk", 64)])
-        self.outbox = Outbox(1)
-        self.config = load_config(None, {})
-        self.manager = KVManager(
-            self.index,
-            self.outbox,
-            backing=[Backing("disk")],
-            options=TransferOptions(range(100, 104)),
-        )
-        metrics, recorder = Metrics("leader"), RequestRecorder()
-        recorder.count_in(metrics)
-        parts = SchedulerParts[Any](
-            manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
-        )
-        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
-        self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
-        self.chain.extend(PROMPT)
-        self.space = self.chain.namespace.digest
-        self.index.lifecycle.commit(
-            self.index.lifecycle.reserve("disk", self.chain.keys, 0, 25, self.space)
-        )
-
-    def ask(self, name: str) -> Any:
-        asked = self.requests.setdefault(name, request(name))
-        return self.side.get_num_new_matched_tokens(asked, 0)
-
-    def load(self, name: str) -> TransferGraph:
-        """As vLLM does with what was promised."""
-        before = len(self.side._plan.async_loads)
-        self.side.update_state_after_alloc(self.requests[name], PAGES, 400)
-        loads = self.side._plan.async_loads
-        assert len(loads) == before + 1
-        return loads[-1][1]
-
-    def end(self, graph: TransferGraph, why: RowError | None = None) -> None:
-        """Every op of it ends: well, or none that reads does, and what waits for it neither."""
-        for op in graph.ops:
-            reason = why if op.path.reads_tier else RowError.CANCELLED
-            failed = {} if why is None else dict.fromkeys(range(*op.rows), reason)
-            self.manager.complete(OpReport(graph.graph_id, op.op_id, failed))
-        self.index.check_integrity()
->>>>>>> identity
 
 
 @pytest.fixture
