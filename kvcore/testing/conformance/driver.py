@@ -198,11 +198,14 @@ class Driver(ABC):
 def find_driver(name: str, python: Path | None = None) -> Driver:
     """Return the driver of an engine: "reference", or that of the adapter ``kvcore_<name>``.
 
-    ``python`` is the interpreter of the environment that has the engine; None means this one.
-    Raises ConfigError if there is no such driver, or if the driver takes no interpreter.
+    ``name`` may end with a colon and a variant, such as ``vllm:0.33-v2``. The driver says which
+    variants it has. ``python`` is the interpreter of the environment that has the engine; None
+    means this one. Raises ConfigError if there is no such driver or variant, or if the driver takes
+    no interpreter.
     """
-    module = f"kvcore_{name}.testing.conformance"
-    if name == "reference":
+    engine, _, variant = name.partition(":")
+    module = f"kvcore_{engine}.testing.conformance"
+    if engine == "reference":
         module = "kvcore.testing.conformance.reference"
     try:
         found = importlib.import_module(module)
@@ -210,10 +213,12 @@ def find_driver(name: str, python: Path | None = None) -> Driver:
         if error.name is None or not module.startswith(error.name):
             raise
         raise ConfigError(
-            f"engine {name!r}: there is no {module} to drive it; give reference, or the name of an "
-            "adapter that is installed and has one"
+            f"engine {engine!r}: there is no {module} to drive it; give reference, or the name of "
+            "an adapter that is installed and has one"
         ) from error
-    driver: Driver = found.driver()
+    if variant and not hasattr(found, "variant"):
+        raise ConfigError(f"engine {engine!r} has no variants: given {name!r}; give {engine!r}")
+    driver: Driver = found.variant(variant) if variant else found.driver()
     if python is not None:
         driver.use(python)
     return driver

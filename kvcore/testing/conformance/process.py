@@ -70,7 +70,7 @@ class ProcessDriver(Driver):
         if process is None:
             process = EngineProcess(
                 setup.model,
-                engine=self.name,
+                engine=self.name.partition(":")[0],
                 kvcore=kvcore,
                 python=self._python,
                 env={**self.environment, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},

@@ -1,9 +1,12 @@
-"""Faults in an engine in another process: tiers that follow a file of rules.
+"""Faults in an engine in another process: tiers that follow a file of rules, and blends that fail.
 
 `write_plugin` makes a folder. On the module search path of a process, it offers these tiers:
 
     kvcore-faults        an in-memory tier that acts as a remote medium
     kvcore-faulty-disk   the disk tier, with faults under and above its checksums
+
+It also offers the selector ``kvcore-faults``, with which every blend fails. It adds a byte to the
+file `FAILED_BLENDS` in the folder for each.
 
 The option ``rules`` names the file that `write_rules` writes, and ``seed`` the seed, to which each
 rank adds its number. The other options of ``kvcore-faulty-disk`` are those of ``disk``.
@@ -12,18 +15,38 @@ rank adds its number. The other options of ``kvcore-faulty-disk`` are those of `
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
-from kvcore.plugins import PreparedTier, TierContext, TierPlugin, builtin, hookimpl
+from kvcore.plugins import (
+    PreparedTier,
+    SelectorPlugin,
+    TierContext,
+    TierPlugin,
+    builtin,
+    hookimpl,
+)
 from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Faults
 from kvcore.tiers.base import Tier
 from kvcore.tiers.memory import MemoryTier
 
-__all__ = ["FAULTY_DISK", "FAULTY_MEMORY", "kvcore_tiers", "write_plugin"]
+__all__ = [
+    "FAILED_BLENDS",
+    "FAULTY_DISK",
+    "FAULTY_MEMORY",
+    "FAULTY_SELECTOR",
+    "kvcore_selectors",
+    "kvcore_tiers",
+    "write_plugin",
+]
 
 FAULTY_MEMORY = "kvcore-faults"
 FAULTY_DISK = "kvcore-faulty-disk"
+FAULTY_SELECTOR = "kvcore-faults"
+FAILED_BLENDS = "blends-failed"
+_NAME = "kvcore-faults"
 _OURS = {"rules", "seed"}
 
 
@@ -60,10 +83,31 @@ def kvcore_tiers() -> list[TierPlugin]:
     ]
 
 
+def _selector() -> Any:
+    from kvcore.fusion.select import Candidates, Selector
+
+    failed = Path(str(distribution(_NAME).locate_file(FAILED_BLENDS)))
+
+    class Failing(Selector):
+        name = FAULTY_SELECTOR
+
+        def score(self, candidates: Candidates) -> Any:
+            with failed.open("a") as file:
+                file.write("x")
+            raise RuntimeError("a selector that fails, as asked")
+
+    return Failing()
+
+
+@hookimpl
+def kvcore_selectors() -> list[SelectorPlugin]:
+    return [SelectorPlugin(FAULTY_SELECTOR, _selector)]
+
+
 def write_plugin(folder: Path) -> Path:
-    """Make ``folder`` a plugin that offers the tiers, and return it."""
+    """Make ``folder`` a plugin that offers the tiers and the selector, and return it."""
     info = folder / "kvcore_faults-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcore-faults\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[kvcore.plugins]\nfaults = {__name__}\n")
     return folder

@@ -1,5 +1,10 @@
 """vLLM for the conformance kit: the real engine in a process of its own.
 
+    vllm               Model Runner V1, asynchronous scheduling, the version in the environment
+    vllm:sync          Model Runner V1, synchronous scheduling
+    vllm:v2            Model Runner V2, asynchronous scheduling
+    vllm:0.33-v2       as well, and the version must be 0.33 (`tools/env.py vllm-0.33`)
+
 This module imports no vLLM; the child process does.
 """
 
@@ -8,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from kvcore.errors import ConfigError
 from kvcore.harness.compare import SMALL, SPACE
-from kvcore.testing.conformance.driver import Capability, Driver, Setup
+from kvcore.testing.conformance.driver import Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
+from kvcore_vllm.testing.rig import V2, V2_RUNNER
 
 PAGE_TOKENS = 32
 STAGED: Mapping[str, Any] = {
@@ -30,6 +37,27 @@ class VllmDriver(ProcessDriver):
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
     engine_args: ClassVar[Mapping[str, Any]] = SMALL
     environment: ClassVar[Mapping[str, str]] = SPACE
+    version: ClassVar[str] = ""
+    asynchronous: ClassVar[bool] = True
+    v2: ClassVar[bool] = False
+
+    def about(self) -> str:
+        """Return the version and the configuration of the last started engine."""
+        runner = "V2" if self.v2 else "V1"
+        scheduling = "asynchronous" if self.asynchronous else "synchronous"
+        return f"{super().about()}, Model Runner {runner}, {scheduling} scheduling"
+
+    def start(self, setup: Setup) -> Engine:
+        """Start the engine. Raises ConfigError if it is not the version or the runner asked for."""
+        engine = super().start(setup)
+        version, runner = self._told["version"], self._told["runner"]
+        if not version.startswith(self.version) or self.v2 != runner.startswith(V2_RUNNER):
+            engine.stop()
+            raise ConfigError(
+                f"{self.name} was asked for, and vLLM {version} with {runner} started: give the "
+                f"interpreter of another environment with --python {self.name}=PATH"
+            )
+        return engine
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
         """Return kvcore's settings for this engine."""
@@ -38,6 +66,7 @@ class VllmDriver(ProcessDriver):
     def arguments(self, setup: Setup) -> dict[str, Any]:
         """Return the engine's arguments for a setup."""
         made: dict[str, Any] = {
+            "asynchronous": self.asynchronous,
             "block_size": PAGE_TOKENS,
             "enable_prefix_caching": setup.kvcore is not None,
             "tensor_parallel_size": setup.ranks,
@@ -62,3 +91,22 @@ class VllmDriver(ProcessDriver):
 def driver() -> Driver:
     """Return the driver for the conformance kit."""
     return VllmDriver()
+
+
+def variant(given: str) -> Driver:
+    """Return the driver of a variant: "sync" or "v2", with a version and "-" before it or alone.
+
+    Raises ConfigError for any other text.
+    """
+    version, _, word = given.rpartition("-")
+    if not version and word[:1].isdigit():
+        version, word = word, ""
+    if word not in ("", "sync", "v2") or (version and not version[0].isdigit()):
+        raise ConfigError(
+            f"given vllm:{given}; it takes sync, v2 or a version, or both, as in vllm:0.33-v2"
+        )
+    told = {"name": f"vllm:{given}", "version": version, "asynchronous": word != "sync"}
+    if word == "v2":
+        told |= {"v2": True, "environment": {**SPACE, **V2}}
+    kind: type[VllmDriver] = type("VllmVariant", (VllmDriver,), told)
+    return kind()

@@ -22,6 +22,23 @@ def nothing_left_over(kit: Kit) -> None:
 
 
 @case("accounting")
+def clear_forgets(kit: Kit) -> None:
+    """What was stored is not found after a clear, and what is stored later is."""
+    ask = Ask(kit.tokens(3300, 150))
+    with kit.engine() as engine:
+        kit.stored(engine, [ask])
+        [found] = engine.ask([ask])
+        engine.clear()
+        [computed] = engine.ask([ask])
+        engine.settle()
+        engine.forget()
+        [again] = engine.ask([ask])
+        kit.assert_same([found, computed, again], [ask] * 3)
+        reused = [answer.reused_tokens for answer in (found, computed, again)]
+        assert reused == [kit.reusable(ask), 0, kit.reusable(ask)], reused
+
+
+@case("accounting")
 def metrics_add_up(kit: Kit) -> None:
     """Metrics count each token that was looked up, and each reused token as a hit."""
     asks = prompts(kit, 3100, (40, 97, 150, 201))

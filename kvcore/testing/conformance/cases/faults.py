@@ -8,10 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcore.testing.conformance.cases.equality import prompts
-from kvcore.testing.conformance.driver import Ask, Engine
+from kvcore.testing.conformance.cases.fusion import FUSED, chunks_of, mixed
+from kvcore.testing.conformance.driver import Ask, Capability, Engine
 from kvcore.testing.conformance.kit import Kit, case
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
-from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
+from kvcore.testing.faults.plugin import (
+    FAILED_BLENDS,
+    FAULTY_MEMORY,
+    FAULTY_SELECTOR,
+    write_plugin,
+)
 
 IN_TIME_S = 60.0
 """Seconds that a request may take after a load failed.
@@ -162,3 +168,21 @@ def a_tier_brings_back(kit: Kit) -> None:
         kit.assert_same(got, asks[:1] * 2)
         assert got[1].reused, "nothing was loaded from the tier below host memory"
         assert engine.counted("kvcore_transfer_bytes_total", path="remote2h") > 0
+
+
+@case("faults", Capability.FUSION)
+def a_blend_that_fails(kit: Kit) -> None:
+    """Prompts whose blends fail on the worker are computed: alone, and in one batch."""
+    folder = write_plugin(kit.folder / "plugin")
+    config = kit.config(fusion={**FUSED, "selector": FAULTY_SELECTOR})
+    chunks = chunks_of(kit, 4600)
+    asks = [prompt.ask(0.15) for prompt in mixed(kit, chunks, 4700)]
+    with kit.fresh(config, path=(folder,)) as engine:
+        kit.stored(engine, [Ask(chunk, 1) for chunk in chunks])
+        got = [engine.ask([ask], IN_TIME_S)[0] for ask in asks[:2]]
+        got += engine.ask(asks[2:], IN_TIME_S)
+        kit.assert_same(got, asks)
+        assert not any(answer.reused.get("blend") for answer in got), [a.reused for a in got]
+        assert (folder / FAILED_BLENDS).stat().st_size >= 3, "blends were not tried"
+        engine.settle()
+        engine.check()
