@@ -48,7 +48,7 @@ def _serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComma
 
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
-    return [EngineSpec("engine", ("engine",), ">=1", _serve, lambda: "ready")]
+    return [EngineSpec("engine", ("engine",), _serve, lambda: "ready", "engine", ("1.0",))]
 
 
 assert_type(store_plugin("mine", lambda: StoreKind(StoreOptions, _shelf)), TierPlugin)

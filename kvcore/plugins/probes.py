@@ -327,8 +327,7 @@ def _judge(engine: EngineSpec, distribution: str, version: str, sources: Sources
 def _is_tried(version: str, tried: Sequence[str]) -> bool:
     """Return True for a release in ``tried``; builds such as 0.32.0+cpu count, nightlies do not."""
     try:
-        given = Version(version)
+        release = Version(Version(version).public)
     except InvalidVersion:
         return False
-    other = given.is_prerelease or given.is_postrelease
-    return not other and any(given.release == Version(each).release for each in tried)
+    return any(release == Version(each) for each in tried)

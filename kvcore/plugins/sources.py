@@ -16,13 +16,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from kvcore.errors import UnsupportedError
 
 __all__ = ["Definition", "Missing", "Sources"]
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _ABSTRACT = {"abstractmethod", "abstractproperty"}
 _MOST_HOPS = 8
 """Re-exports that are followed for one name."""
@@ -80,7 +80,7 @@ class Sources:
         if there is none.
         """
         modules, _, path = target.partition(":")
-        module = next((name for name in modules.split("|") if self._file(name)), None)
+        module = next((name for name in modules.split("|") if self.file(name)), None)
         if module is None:
             raise Missing(f"{' and '.join(modules.split('|'))}: no such module")
         name, _, member = path.partition(".")
@@ -102,7 +102,7 @@ class Sources:
         known = self._classes.get(owner)
         if known is None:
             known = self._classes[owner] = {}
-            for at in self._lineage(owner):
+            for at in self.lineage(owner):
                 for name, node in _members(at.node):
                     known.setdefault(name, Definition(at.module, node))
         return known
@@ -110,7 +110,7 @@ class Sources:
     def fields(self, owner: Definition) -> list[tuple[str, ast.AnnAssign]]:
         """Return the annotated fields of a class in order, those of bases first."""
         found: dict[str, ast.AnnAssign] = {}
-        for at in reversed(list(self._lineage(owner))):
+        for at in reversed(list(self.lineage(owner))):
             for node in getattr(at.node, "body", ()):
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                     found[node.target.id] = node
@@ -119,18 +119,18 @@ class Sources:
     def _member(self, owner: Definition, name: str) -> Definition | None:
         return self.members(owner).get(name)
 
-    def _lineage(self, owner: Definition, seen: tuple[ast.AST, ...] = ()) -> Iterator[Definition]:
+    def lineage(self, owner: Definition, seen: tuple[ast.AST, ...] = ()) -> Iterator[Definition]:
         """Yield a class and its bases, as far as the package defines them."""
         yield owner
         for base in getattr(owner.node, "bases", ()):
             word = base.value if isinstance(base, ast.Subscript) else base
             found = self._resolve(owner.module, ast.unparse(word).rpartition(".")[2])
             if found is not None and found.node is not owner.node and found.node not in seen:
-                yield from self._lineage(found, (*seen, owner.node))
+                yield from self.lineage(found, (*seen, owner.node))
 
     def _resolve(self, module: str, name: str, hops: int = _MOST_HOPS) -> Definition | None:
         """Return where ``name`` of ``module`` is defined, through its imports."""
-        names = self._names(module)
+        names = self.names(module)
         node = names.get(name)
         if node is None:
             return self._submodule(module, name) or self._starred(module, names, name, hops)
@@ -138,12 +138,12 @@ class Sources:
             return Definition(module, node)
         source = self._imported_from(module, node)
         original = next(a.name for a in node.names if (a.asname or a.name) == name)
-        if not hops or self._file(source) is None:
+        if not hops or self.file(source) is None:
             return Definition(module, node)  # another package's: it exists, and that is all
         return self._resolve(source, original, hops - 1)
 
     def _submodule(self, module: str, name: str) -> Definition | None:
-        found = self._file(f"{module}.{name}")
+        found = self.file(f"{module}.{name}")
         return None if found is None else Definition(f"{module}.{name}", ast.Pass())
 
     def _starred(
@@ -159,7 +159,7 @@ class Sources:
     def _imported_from(self, module: str, node: ast.ImportFrom) -> str:
         if not node.level:
             return node.module or ""
-        file = self._file(module)
+        file = self.file(module)
         up = node.level - (file is not None and file.name == "__init__.py")
         parts = module.split(".")
         base = ".".join(parts[: len(parts) - up])
@@ -167,7 +167,12 @@ class Sources:
 
     # -- files ------------------------------------------------------------------------------
 
-    def _file(self, module: str) -> Path | None:
+    @property
+    def read(self) -> list[str]:
+        """The modules that were read so far."""
+        return list(self._modules)
+
+    def file(self, module: str) -> Path | None:
         """Return the file of a module. A loaded module is read where it was loaded from."""
         loaded = getattr(sys.modules.get(module), "__file__", None)
         if self._root is None and isinstance(loaded, str) and loaded.endswith(".py"):
@@ -180,10 +185,10 @@ class Sources:
                     return file
         return None
 
-    def _names(self, module: str) -> dict[str, ast.AST]:
+    def names(self, module: str) -> dict[str, ast.AST]:
         """Return the names that a module defines or imports, with their nodes."""
         if module not in self._modules:
-            file = self._file(module)
+            file = self.file(module)
             text = "" if file is None else file.read_text(encoding="utf-8")
             self._modules[module] = dict(_top(ast.parse(text).body)) if file else {}
         return self._modules[module]
@@ -194,7 +199,7 @@ class Sources:
 
 def parameters(node: ast.AST) -> tuple[str, ...]:
     """Return the names of a function's parameters; without stars."""
-    if not isinstance(node, _Function):
+    if not isinstance(node, _FUNCTIONS):
         raise Missing("not a function")
     given = node.args
     named = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
@@ -203,7 +208,7 @@ def parameters(node: ast.AST) -> tuple[str, ...]:
 
 def signature(node: ast.AST, *, bound: bool) -> inspect.Signature:
     """Return the signature of a function; of a ``bound`` one without its first parameter."""
-    if not isinstance(node, _Function):
+    if not isinstance(node, _FUNCTIONS):
         raise Missing("not a function")
     given = node.args
     places = [*given.posonlyargs, *given.args]
@@ -271,7 +276,7 @@ def _for_types(node: ast.AST) -> bool:
 
 
 def _named(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    if isinstance(node, (ast.ClassDef, *_Function.__args__)):
+    if isinstance(node, (ast.ClassDef, *_FUNCTIONS)):
         yield node.name, node
     elif isinstance(node, ast.Assign):
         yield from ((each.id, node) for each in node.targets if isinstance(each, ast.Name))
@@ -284,8 +289,10 @@ def _members(owner: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     body = getattr(owner, "body", ())
     yield from _top(body)
     for method in body:
-        if isinstance(method, _Function):
-            for node in ast.walk(method):
-                stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-                if stored and ast.unparse(node.value) == "self":
-                    yield node.attr, node
+        if isinstance(method, _FUNCTIONS):
+            yield from ((node.attr, node) for node in ast.walk(method) if _is_set_on_self(node))
+
+
+def _is_set_on_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return stored and isinstance(node.value, ast.Name) and node.value.id == "self"

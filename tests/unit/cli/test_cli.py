@@ -24,6 +24,7 @@ runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 ENGINE = """
 from kvcore.plugins import EngineSpec, ServeCommand, hookimpl
+from kvcore.plugins.probes import Has, Probe
 
 def serve(model, config, engine_args):
     argv = ["engine", model, str(config.host.capacity), *engine_args]
@@ -32,13 +33,16 @@ def serve(model, config, engine_args):
 def broken():
     raise RuntimeError("status is broken")
 
+def lacking():
+    return [Probe("gate", "to get in", (Has("pytest:gate"),))]
+
 @hookimpl
 def kvcore_engines():
     return [
-        EngineSpec("toy", ("pytest",), ">=1", serve, lambda: "all is well"),
-        EngineSpec("old", ("pytest",), "<1", serve, lambda: ""),
-        EngineSpec("absent", ("no-such-engine",), ">=1", serve, lambda: ""),
-        EngineSpec("shaky", ("pytest",), ">=1", serve, broken),
+        EngineSpec("toy", ("pytest",), serve, lambda: "all is well", "pytest"),
+        EngineSpec("old", ("pytest",), serve, lambda: "", "pytest", ("7.0",), lacking),
+        EngineSpec("absent", ("no-such-engine",), serve, lambda: "", tried=("1.0",)),
+        EngineSpec("shaky", ("pytest",), serve, broken, "pytest"),
     ]
 """
 
@@ -113,8 +117,8 @@ def test_the_reference_page_is_current() -> None:
         (("config", "-c", "none.toml"), "none.toml: cannot be read: No such file"),
         (("serve", "m"), "no engine given; found are: toy, old, absent, shaky"),
         (("serve", "m", "--engine", "toyy"), "did you mean 'toy'?"),
-        (("serve", "m", "--engine", "absent"), "'absent' is not installed here"),
-        (("serve", "m", "--engine", "old"), "this kvcore serves <1"),
+        (("serve", "m", "--engine", "absent"), "not installed; tried are 1.0: install"),
+        (("serve", "m", "--engine", "old"), "probe 'gate' failed"),
         (("serve", "m", "--engine", "toy", "--set", "host.policy=lruu"), "host.policy (overrides"),
         (("serve", "m", "--engine", "toy"), "'engine' cannot be run: No such file"),
         (("plugins", "--set", "plugins.strict=true"), "plugin 'sad' (no_such_module_here)"),
@@ -139,9 +143,10 @@ def test_debug_shows_the_traceback() -> None:
 def test_plugins_are_listed() -> None:
     out = run("plugins")
     assert "toy" in out
-    assert "supported (>=1); all is well" in out
-    assert "is outside <1" in out
-    assert "not installed; supported >=1" in out
+    assert "probed: tried are no versions; 0 probes hold; all is well" in out
+    assert "not served: probe 'gate' failed: pytest has no gate. It is needed to get in" in out
+    assert "install pytest 7.0, or a newer kvcore" in out
+    assert "not installed; tried are 1.0" in out
     assert "status failed: RuntimeError: status is broken" in out
     assert "left out: sad" in out
     assert f"kvcore {__version__}" in out
@@ -153,6 +158,7 @@ def test_plugins_as_json() -> None:
     rows = {(row["kind"], row["name"]): row for row in shown["found"]}
     assert rows["engine", "toy"]["supported"] is True
     assert rows["engine", "old"]["supported"] is False
+    assert rows["engine", "old"]["standing"] == "not served"
     assert rows["policy", "lru"]["plugin"] == "builtin"
     assert shown["left_out"][0]["plugin"] == "sad"
 

@@ -19,10 +19,14 @@ from kvcore.plugins import PluginManager
 
 ENGINE = """
 from kvcore.plugins import EngineSpec, hookimpl
+from kvcore.plugins.probes import Has, Probe
 
 @hookimpl
 def kvcore_engines():
-    return [EngineSpec("toy", ("pytest",), {versions!r}, None, lambda: "")]
+    def probes():
+        return [Probe("gate", "to get in", (Has("pytest:" + {name!r}),))]
+
+    return [EngineSpec("toy", ("pytest",), None, lambda: "", "pytest", ("7.0",), probes)]
 """
 SMALL = {"host": {"capacity": 1 << 20}}
 
@@ -30,9 +34,9 @@ SMALL = {"host": {"capacity": 1 << 20}}
 @pytest.fixture
 def look(plugin: Callable[[str, str], EntryPoint]) -> Callable[..., dict[str, Finding]]:
     def examine(
-        versions: str = ">=1", contact_s: float | None = CONTACT_S, **settings: Any
+        name: str = "fixture", contact_s: float | None = CONTACT_S, **settings: Any
     ) -> dict[str, Finding]:
-        points = [plugin("toys", ENGINE.format(versions=versions))]
+        points = [plugin("toys", ENGINE.format(name=name))]
         config = load_config(overrides=SMALL | settings, env={})
         found = checks.examine(config, PluginManager(entry_points=points), contact_s=contact_s)
         worst: dict[str, Finding] = {}
@@ -71,9 +75,11 @@ def test_a_problem_is_found(look: Any, about: str, change: str, settings: dict[s
     assert change in found.change
 
 
-def test_an_engine_of_another_version_is_no_engine(look: Any) -> None:
-    found = look(versions="<1")
+def test_an_engine_that_lacks_an_interface_is_no_engine(look: Any) -> None:
+    found = look(name="gate")
     assert found["engine toy"].level is Level.WARNING
+    assert "not served: probe 'gate' failed" in found["engine toy"].found
+    assert found["engine toy"].change == "install pytest 7.0, or a newer kvcore"
     assert found["engine"].level is Level.PROBLEM
 
 
