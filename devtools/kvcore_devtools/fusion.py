@@ -20,7 +20,8 @@ import transformers
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, BlendJob, DecoderLayers, HiddenState, Placed
+from kvcore.fusion.decoder import Attend, DecoderLayers, HiddenState
+from kvcore.fusion.fusor import BlendJob, Placed
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector

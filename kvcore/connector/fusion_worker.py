@@ -24,7 +24,8 @@ from torch import Tensor
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
 from kvcore.errors import TransferError
-from kvcore.fusion.fusor import BlendJob, BlendOutcome, DecoderLayers, Fusor
+from kvcore.fusion.decoder import DecoderLayers
+from kvcore.fusion.fusor import BlendJob, BlendOutcome, Fusor
 from kvcore.fusion.gate import Gate
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV

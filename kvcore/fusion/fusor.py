@@ -18,102 +18,26 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcore.errors import ConfigError, KVCoreError
+from kvcore.errors import ConfigError
 from kvcore.fusion.attend import Attention, look_rows
+from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer, Pieces
 from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import Budget, Candidates, Selector, narrow
 from kvcore.telemetry.timeline import Tracer
 
-__all__ = [
-    "Attend",
-    "BlendJob",
-    "BlendOutcome",
-    "DecoderLayers",
-    "Fusor",
-    "HiddenState",
-    "LayerTiming",
-    "Placed",
-]
+__all__ = ["BlendJob", "BlendOutcome", "Fusor", "LayerTiming", "Placed"]
 
 WORTH_A_SECOND_RUN = 0.7
 """If a smaller share of the rows is kept, the layer runs again for the kept rows alone. Projecting
 these twice costs less than attention and MLP of the rows that leave."""
-
-
-class HiddenState(NamedTuple):
-    """State between decoder layers, [rows, hidden] each; ``residual`` is None before layer 0."""
-
-    hidden: Tensor
-    residual: Tensor | None
-
-    def of(self, rows: Tensor | slice) -> HiddenState:
-        """Return the state of some rows, given as a boolean mask or indices; of a slice, a view."""
-        residual = None if self.residual is None else self.residual[rows]
-        return HiddenState(self.hidden[rows], residual)
-
-    def copy(self) -> HiddenState:
-        """Return a copy in new memory."""
-        return HiddenState(
-            self.hidden.clone(), None if self.residual is None else self.residual.clone()
-        )
-
-
-def _joined(states: Sequence[HiddenState]) -> HiddenState:
-    """Concatenate the rows of all states."""
-    if len(states) == 1:
-        return states[0]
-    residuals = [state.residual for state in states if state.residual is not None]
-    return HiddenState(
-        torch.cat([state.hidden for state in states]), torch.cat(residuals) if residuals else None
-    )
-
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps q [rows, heads, dim], k and v [rows, kv_heads, dim] after RoPE to [rows, heads, v_dim]."""
-
-
-class DecoderLayers(ABC):
-    """The parts of an engine's decoder that a blend needs, with one rank's share of the heads.
-
-    ``layers`` is the number of layers, and ``attention`` has the parameters of each layer's
-    attention. A call gets at most ``max_rows`` rows (None: any number), because engines have memory
-    for one batch.
-    """
-
-    layers: int
-    attention: tuple[Attention, ...]
-    max_rows: int | None = None
-
-    @abstractmethod
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of layer 0, [rows, hidden], for tokens [rows] int64."""
-
-    @abstractmethod
-    def run(self, layer: int, positions: Tensor, state: HiddenState, attend: Attend) -> HiddenState:
-        """Run one layer with ``attend`` in place of its attention, and return the new state.
-
-        The given state may be overwritten, because engines add residuals in place. An exception
-        from ``attend`` propagates; the layer itself is then unchanged.
-        """
-
-    def reduce(self, scores: Tensor) -> Tensor:
-        """Return the sum over the ranks that hold other heads. A collective."""
-        return scores
-
-    def agree(self, well: bool) -> bool:
-        """Return True if ``well`` is true on every rank that holds other heads. A collective."""
-        return well
 
 
 class Placed(ABC):
@@ -208,85 +132,6 @@ class BlendOutcome:
         return rows / (len(self.layers) * (job.stop - job.exact))
 
 
-class _Done(Exception):
-    """Raised to leave the last layer after K and V: its output is not needed."""
-
-
-class _Pieces:
-    """Runs layers over any number of rows, in calls of at most `DecoderLayers.max_rows`.
-
-    Rows ascend, so the keys that a piece needs from other pieces were computed before it.
-    """
-
-    def __init__(self, layers: DecoderLayers) -> None:
-        self.layers = layers
-
-    def of(self, count: int) -> list[slice]:
-        most = self.layers.max_rows or max(count, 1)
-        return [slice(i, min(i + most, count)) for i in range(0, max(count, 1), most)]
-
-    def embed(self, tokens: Tensor) -> HiddenState:
-        parts = [self.layers.embed(tokens[piece]) for piece in self.of(len(tokens))]
-        return HiddenState(torch.cat(parts) if len(parts) > 1 else parts[0], None)
-
-    def run(
-        self,
-        layer: int,
-        rows: Tensor,
-        state: HiddenState,
-        attend: Callable[[slice, Tensor, Tensor, Tensor], Tensor],
-    ) -> HiddenState:
-        """Run one layer. The first argument of ``attend`` says which rows a call covers."""
-        return _joined(
-            [
-                self.layers.run(layer, rows[piece], state.of(piece), partial(attend, piece))
-                for piece in self.of(len(rows))
-            ]
-        )
-
-    def project(self, layer: int, rows: Tensor, state: HiddenState) -> LayerKV:
-        """Return K and V of the rows. The state is not changed."""
-        found: list[LayerKV] = []
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            found.append(LayerKV(k, v))
-            raise _Done
-
-        for piece in self.of(len(rows)):
-            with suppress(_Done):
-                self.layers.run(layer, rows[piece], state.of(piece).copy(), attend)
-        return LayerKV(torch.cat([kv.keys for kv in found]), torch.cat([kv.values for kv in found]))
-
-
-T = TypeVar("T")
-
-
-class _InStep:
-    """Keeps ranks in step if one of them fails.
-
-    Layers are collectives: if one rank stopped alone, the others would wait for it. So an error is
-    kept until all ranks `meet`, and then all of them stop.
-    """
-
-    def __init__(self, layers: DecoderLayers) -> None:
-        self._layers = layers
-        self._error: Exception | None = None
-
-    def alone(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return ``work()`` of this rank, or ``otherwise()`` if this or earlier work failed."""
-        if self._error is None:
-            try:
-                return work()
-            except Exception as error:  # noqa: BLE001 - raised when the ranks meet
-                self._error = error
-        return otherwise()
-
-    def meet(self) -> None:
-        """Raise on every rank if something failed on one. A collective."""
-        if not self._layers.agree(self._error is None):
-            raise self._error or KVCoreError("another rank failed in this blend")
-
-
 class _StartOver(Exception):
     """Raised to start the walk over with more rows."""
 
@@ -309,7 +154,7 @@ class Fusor:
         self, layers: DecoderLayers, tracer: Tracer | None = None, ops: FusionOps | None = None
     ) -> None:
         self.layers = layers
-        self._pieces = _Pieces(layers)
+        self._pieces = Pieces(layers)
         self.tracer = tracer or Tracer()
         self.ops = ops or TorchFusion()
 
@@ -399,7 +244,7 @@ class Fusor:
         mass = torch.zeros(len(job.tokens), device=job.tokens.device)
         if not len(rows):
             return mass
-        step = _InStep(self.layers)
+        step = InStep(self.layers)
         state = self._pieces.embed(job.tokens[rows])
         for layer in range(self.layers.layers):
             started = time.monotonic()
@@ -437,7 +282,7 @@ class Fusor:
         return self.layers.reduce(mass)
 
 
-def _landed(step: _InStep, placed: Placed, layer: int) -> LayerKV:
+def _landed(step: InStep, placed: Placed, layer: int) -> LayerKV:
     """Return the cached KV of a layer once every rank has it."""
     kv = step.alone(lambda: placed.layer(layer), lambda: None)
     step.meet()
@@ -455,7 +300,7 @@ class _Walk:
 
     def __init__(
         self,
-        pieces: _Pieces,
+        pieces: Pieces,
         ops: FusionOps,
         job: BlendJob,
         placed: Placed,
@@ -476,7 +321,7 @@ class _Walk:
         self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
         self.is_chunk[job.chunks] = True
         self.verdicts: list[Verdict] = []
-        self.step = _InStep(pieces.layers)
+        self.step = InStep(pieces.layers)
         self._watch: GateMonitor | None = None
 
     def watch(self, gate: Gate | None) -> None:
@@ -530,14 +375,14 @@ class _Walk:
             going = self.going(layer, rows, k, v, kv)
             self._merge(layer, rows, LayerKV(k, v), kv)
             if last:
-                raise _Done
+                raise LeaveLayer
             if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
                 raise _RunAgain(going)
             return self._attend(q, rows, kv, attention)
 
         try:
             state = self.layers.run(layer, rows, state, attend).of(going)
-        except _Done:  # no layer follows
+        except LeaveLayer:  # no layer follows
             pass
         except _RunAgain as fewer:
             state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)

@@ -26,7 +26,7 @@ from kvcore.connector.engine_layers import (
 from kvcore.connector.fusion_worker import ServedRequest
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.fusor import Attend, HiddenState
+from kvcore.fusion.decoder import Attend, HiddenState
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook

@@ -18,7 +18,7 @@ from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker, ServedRequest
-from kvcore.fusion.fusor import Attend, HiddenState
+from kvcore.fusion.decoder import Attend, HiddenState
 from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope

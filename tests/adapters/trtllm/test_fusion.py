@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 import kvcore_trtllm.testing.conformance as trtllm  # after the skip
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
-from kvcore.fusion.fusor import HiddenState
+from kvcore.fusion.decoder import HiddenState
 from kvcore.fusion.options import FusionOptions
 from kvcore.harness.models import tiny_model
 from kvcore.memory.copy.reference import _plane_view

@@ -23,7 +23,8 @@ from kvcore.fusion.attend import (  # noqa: E402
     look_rows,
     naive_attend_rows,
 )
-from kvcore.fusion.fusor import Attend, BlendJob, Fusor, HiddenState  # noqa: E402
+from kvcore.fusion.decoder import Attend, HiddenState  # noqa: E402
+from kvcore.fusion.fusor import BlendJob, Fusor  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan  # noqa: E402

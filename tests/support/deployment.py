@@ -1,0 +1,66 @@
+"""Files of `deploy/`, the packages that know their formats, and how parts of a cluster fit."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+SETTINGS = sorted(DEPLOY.rglob("kvcore.toml"))
+KUBERNETES = "1.34"
+
+WITH_PODS = ("DaemonSet", "Deployment", "StatefulSet")
+NAME = "app.kubernetes.io/name"
+
+
+def tool(name: str) -> Any:
+    """Return a package that knows a format. CI has it; without it elsewhere the test is skipped."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        if os.environ.get("REQUIRE_REMOTE_STORES"):
+            raise
+        return pytest.skip(f"{name} is not installed")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [found for found in yaml.safe_load_all(path.read_text()) if found]
+
+
+def check_parts(found: Sequence[dict[str, Any]]) -> None:
+    """Selectors, volumes, claims, ports and probes of resources name what there is."""
+    ports = {}
+    for resource in found:
+        if resource["kind"] not in WITH_PODS:
+            continue
+        spec, pod = resource["spec"], resource["spec"]["template"]
+        assert spec["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        claims = {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])}
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | claims
+        [container] = pod["spec"]["containers"]
+        names = {port["name"] for port in container["ports"]}
+        ports[pod["metadata"]["labels"][NAME]] = names
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
+        probed = json.dumps(
+            [container.get(f"{k}Probe") for k in ("startup", "readiness", "liveness")]
+        )
+        assert set(re.findall(r'"port": "([\w-]+)"', probed)) <= names
+        assert container["resources"]["limits"]["memory"]
+    for resource in found:
+        if resource["kind"] == "Service":
+            name = resource["spec"]["selector"][NAME]
+            assert {port["targetPort"] for port in resource["spec"]["ports"]} <= ports[name]
+        elif resource["kind"] == "NetworkPolicy":
+            name = resource["spec"]["podSelector"]["matchLabels"][NAME]
+            rules = resource["spec"]["ingress"]
+            assert {port["port"] for rule in rules for port in rule.get("ports", [])} <= ports[name]
