@@ -90,8 +90,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._events: list[Event] = []
         self._requests: dict[str, Tracked] = {}
         self._due = DueRequests()
-        # Blocks of generated tokens that are saved together: as many as are worth a load. Pages that
-        # leave a window are saved before they do.
+        # Blocks of generated tokens that are saved together: as many as are worth a load. If pages
+        # leave a window, each block is saved at once.
         run = settings.min_load_tokens // self._block if model.single_group else 1
         self._decode_run = max(run, 1)
         self._plan = StepPlan(open_tiers=open_tiers)
