@@ -48,13 +48,13 @@ def answered(process: EngineProcess) -> list[int]:
     return sorted(int(x.rsplit("rows=", 1)[1]) for x in lines if "answered request=" in x)
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2 asynchronous"])
+@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
     model: Path, asked: list[list[int]], plain: list[Generation], v2: bool
 ) -> None:
     """Tokens stay, so q, k, v, positions and rows are what they are said to be."""
     env = environment("answer", "fail") | (dict(rig.V2) if v2 else {})
-    with engine(model, CONFIG, env=env, asynchronous=v2) as process:
+    with engine(model, CONFIG, env=env) as process:
         runner = "vllm.v1.worker.cpu.model_runner." if v2 else "vllm.v1.worker.cpu_model_runner."
         assert process.wait_ready()["runner"].startswith(runner)
         alone = answers(process, asked[:3])

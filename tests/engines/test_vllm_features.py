@@ -31,6 +31,7 @@ from kvcore.harness.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
+from kvcore.testing.faults.process import write_injector
 from kvcore_devtools.servers import free_port
 from support.front_door import metric, post, served
 
@@ -39,6 +40,12 @@ pytestmark = pytest.mark.engine
 IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 HOST_ONLY = {"host": {"capacity": "256MiB"}}
+LOOKUP = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -178,19 +185,13 @@ def test_speculation_by_lookup_is_left_correct(
     reference: Reference, model: Path, documents: list[list[int]]
 ) -> None:
     """Tokens that were guessed and not accepted must not be stored as if they were."""
-    speculation = {
-        "method": "ngram",
-        "num_speculative_tokens": 4,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
     asked = documents[:8]
     with engine(model, None, enable_prefix_caching=False) as process:
         long = Reference(process, max_tokens=80)
         expected = long(asked)
         follow = [[*d, *a.token_ids] for d, a in zip(asked, expected, strict=True)]
         after = long(follow)
-    with engine(model, HOST_ONLY, speculative_config=speculation) as process:
+    with engine(model, HOST_ONLY, speculative_config=LOOKUP) as process:
         assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
         settle_and_empty(process)
         assert_same_answers(answers(process, asked, batch=4, max_tokens=80), expected)
@@ -203,6 +204,30 @@ def test_speculation_by_lookup_is_left_correct(
         drafted = counted(process, "vllm:spec_decode_num_draft_tokens_total")
         accepted = counted(process, "vllm:spec_decode_num_accepted_tokens_total")
         assert drafted > accepted, "nothing was guessed wrongly: this shows nothing"
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_that_fails_under_speculation_is_computed(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, layerwise: bool
+) -> None:
+    """With speculation vLLM ends a step for the connector after it has asked which loads failed.
+
+    It does not overlap steps then, so the load is part of a step.
+    """
+    control = write_injector(tmp_path / "plugin")
+    path = os.pathsep.join([str(control.folder), os.environ.get("PYTHONPATH", "")])
+    config = {**HOST_ONLY, "vllm": {"layerwise": layerwise}}
+    asked, fails = documents[:2], Rule(Fault.ERROR, Seam.LOAD)
+    with engine(model, config, env={"PYTHONPATH": path}, speculative_config=LOOKUP) as process:
+        assert_same_answers(answers(process, asked, batch=2), reference(asked))
+        settle_and_empty(process)
+        with control.inject(fails):
+            assert_same_answers(answers(process, asked, batch=2), reference(asked))
+            assert control.state().strikes(fails)
+        settle_and_empty(process)
+        warm = answers(process, asked, batch=2)
+        assert_same_answers(warm, reference(asked))
+        assert all(answer.reused_tokens for answer in warm), "what was computed instead was saved"
 
 
 def test_a_draft_model_is_declined_and_the_engine_runs(
