@@ -145,11 +145,11 @@ def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
         settle_and_empty(process)
         got = answers(process, documents)
         assert_same_answers(got, reference(documents))
-        assert all(answer.reused_tokens > 200 for answer in got)
+        assert sum(answer.reused_tokens for answer in got) > 1000
         warm(process, chunks)
         got = answers(process, asked, fusion=ALL)
         assert_same_answers(got, reference(asked))
-        assert all(answer.tiers.get("blend", 0) > 200 for answer in got)
+        assert sum(answer.tiers.get("blend", 0) for answer in got) > 400
         log = process.log.read_text()
     assert "Connector attributed" not in log, "vLLM counts other sources than tokens"
     for line in seen.read_text().splitlines():
