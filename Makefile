@@ -25,6 +25,7 @@ help:
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
+	@echo "make env-compat  vLLM 0.30 and 0.33, in layers over the environment of 0.32"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"

@@ -222,6 +222,11 @@ _LEGEND = (
     "or there was nothing to run it with. *not run*: no result for this engine.",
 )
 
+_VARIANTS = (
+    "*sync*: Model Runner V1 with synchronous scheduling. *v2*: Model Runner V2 with asynchronous",
+    "scheduling, its kernels in Triton's interpreter. Otherwise: V1 with asynchronous scheduling.",
+)
+
 _HEAD = """\
 <!-- Made by `kvcore conformance --page`; do not edit: the words are in kvcore/cli/conformance.py,
      the results beside this page in conformance.json. -->
@@ -234,6 +239,7 @@ verified on which engine, and to test an adapter of your own.
     kvcore conformance --engine vllm --with trtllm          # exchange KV with another engine
     kvcore conformance --engine sglang --with vllm --python vllm=.venvs/vllm/bin/python
     kvcore conformance --engine NAME --with OTHER --store redis://localhost:6379/0
+    kvcore conformance --engine vllm:0.33-v2 --python vllm:0.33-v2=.venvs/vllm-0.33/bin/python
     kvcore conformance --engine NAME --page docs/conformance.md
 
 Each engine is driven by a small driver; the code of a case is the same for all. The right answers
@@ -242,6 +248,7 @@ because nothing was reused.
 
 - `--python` names the interpreter of the environment that has an engine. With it, engines that
   cannot be installed together still exchange KV.
+- A colon and a variant after the name choose a version and a configuration of the engine (vLLM).
 - `--store` names a remote store. Its client must be installed in the environment of every engine.
 - The exit code is 1 if a case fails.
 
@@ -316,19 +323,28 @@ def page(record: Record) -> str:
     for name, engine in record.items():
         partners = ", ".join(engine["partners"]) or "-"
         lines.append(f"| {name} | {engine['about']} | {engine['date']} | {partners} |")
-    lines += ["", "## Matrix", "", *_LEGEND, ""]
-    lines.append("| case | " + " | ".join(record) + " | what it shows |")
-    lines.append("|---" * (len(record) + 2) + "|")
+    engines = {name: engine for name, engine in record.items() if ":" not in name}
+    variants = {name: engine for name, engine in record.items() if ":" in name}
     about = {one.name: one.about for one in CASES}
+    lines += ["", "## Matrix", "", *_LEGEND, "", *_matrix(engines, about)]
+    if variants:
+        lines += ["", "## Versions and configurations", "", *_VARIANTS, "", *_matrix(variants, {})]
+    lines += ["", _left_out(record)]
+    return "\n".join(lines) + "\n" + _TAIL
+
+
+def _matrix(record: Record, about: Mapping[str, str]) -> list[str]:
+    """Return a table with a column for each engine, and one for ``about`` if that has texts."""
+    head = ["case", *record, *(["what it shows"] if about else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     section = ""
     for of, name in _rows(record):
         if of != section:
             section = of
-            lines.append(f"| **{of}** |" + " |" * (len(record) + 1))
-        marks = [_mark(_result(engine, name)) for engine in record.values()]
-        lines.append(f"| {name} | " + " | ".join(marks) + f" | {about[name]} |")
-    lines += ["", _left_out(record)]
-    return "\n".join(lines) + "\n" + _TAIL
+            lines.append(f"| **{of}** |" + " |" * (len(head) - 1))
+        cells = [name, *(_mark(_result(engine, name)) for engine in record.values())]
+        lines.append(f"| {' | '.join([*cells, *([about[name]] if about else [])])} |")
+    return lines
 
 
 def _mark(result: Mapping[str, Any] | None) -> str:

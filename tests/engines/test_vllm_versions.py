@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,12 +24,12 @@ MATTERS = (
     "a-blend-that-fails",
 )
 VERSIONS = ("0.30", "0.32", "0.33")
-HERE = Path(sys.prefix)
+ENVIRONMENTS = Path(__file__).parents[2] / ".venvs"
 
 
 def interpreter(version: str) -> Path | None:
-    """The Python of a layer over this environment; none for its own version."""
-    return None if version == "0.32" else HERE.with_name(f"vllm-{version}") / "bin" / "python"
+    """The Python of the environment of a version; none for the one that runs the tests."""
+    return None if version == "0.32" else ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
 
 
 @pytest.mark.parametrize("runs", ["sync", "", "v2"])

@@ -214,3 +214,25 @@ def test_an_engine_is_as_it_was_when_it_last_ran(
     path.write_text(json.dumps(record("host-hit", "passed", "engine 1", ["b"])))
     made = conformance.merged(path, record(case, outcome, "engine 2", []))["a"]
     assert (made["about"], made["partners"]) == (about, partners)
+
+
+def test_variants_of_vllm_by_name() -> None:
+    found = {
+        name: find_driver(name)
+        for name in ("vllm", "vllm:v2", "vllm:0.33", "vllm:0.30-sync", "vllm:0.33-v2")
+    }
+    assert [driver.name for driver in found.values()] == list(found)
+    told = [(d.version, d.asynchronous, d.v2) for d in found.values()]  # type: ignore[attr-defined]
+    assert told == [
+        ("", True, False),
+        ("", True, True),
+        ("0.33", True, False),
+        ("0.30", False, False),
+        ("0.33", True, True),
+    ]
+
+
+@pytest.mark.parametrize("name", ["vllm:v3", "vllm:v2-0.33", "reference:v2"])
+def test_a_variant_that_is_not_there_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"given '?{name}"):
+        find_driver(name)
