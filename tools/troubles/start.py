@@ -89,6 +89,11 @@ START = [
         "Install a version that `kvcore plugins` names.",
     ),
     Trouble(
+        "engine_untried",
+        "kvcore was not run with this release of the engine, but every probe holds. It serves.",
+        "Nothing. `kvcore plugins` names the releases that were tried.",
+    ),
+    Trouble(
         "hooks_not_registered",
         "The adapter does not support this version of SGLang, or registration failed.",
         "Install a version that `kvcore plugins` names.",

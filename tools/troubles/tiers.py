@@ -12,13 +12,9 @@ LOADS_AND_SAVES = [
     ),
     Trouble(
         "load refused request=%s: %s",
-        "There was no room for the load. Its tokens are computed.",
-        "If it happens often, raise `host.capacity` or `transfer.queue_depth`.",
-    ),
-    Trouble(
-        "vLLM counts on %d tokens of request=%s and was offered %s: computing instead",
-        "vLLM took more tokens than kvcore had offered. They are computed.",
-        "Report it with the version of vLLM: its scheduler has changed.",
+        "There was no room for the load, or vLLM counts on other tokens than kvcore had offered. "
+        "They are computed.",
+        "If there is often no room, raise `host.capacity` or `transfer.queue_depth`. Report the other.",
     ),
     Trouble(
         "load abandoned at its deadline graph=%d after_s=%s",

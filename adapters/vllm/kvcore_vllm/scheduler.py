@@ -265,10 +265,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         units = self._paging.units(pages, first, last, offer.start)
         tracked.load_attempts += 1
         tracked.load_tokens = external
-        if offer.in_step:
-            layers, deadline_s = self._layer_steps, None
-            lane = self._plan.sync_loads.append
-        else:
+        lane: Lane = self._plan.sync_loads.append
+        layers, deadline_s = self._layer_steps, None
+        if not offer.in_step:
             layers, deadline_s = (), tracked.memo.deadline_s(self._deadline_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
         graph = self.manager.launch_load(
