@@ -59,13 +59,14 @@ WORKER_CALLS = (
 
 
 class Clock:
-    """Adds up the time inside the calls of one half of a connector.
+    """Adds up the time inside the calls of one half of a connector: by the clock, and on a core.
 
-    A call that the connector makes on itself is part of the call around it.
+    The time on a core leaves out other work on the machine. A call that the connector makes on
+    itself is part of the call around it.
     """
 
     def __init__(self, connector: Any, calls: Sequence[str]) -> None:
-        self.ns: dict[str, int] = {}
+        self._spent: dict[str, tuple[int, int]] = {}
         self._inside = False
         for name in calls:
             if hasattr(connector, name):  # LMCache serves models with one kind of pages only
@@ -78,19 +79,21 @@ class Clock:
             if self._inside:
                 return call(*args, **kwargs)
             self._inside = True
-            start = time.perf_counter_ns()
+            wall, core = self._spent.get(name, (0, 0))
+            start, began = time.perf_counter_ns(), time.thread_time_ns()
             try:
                 result = call(*args, **kwargs)
                 return list(result) if lists else result
             finally:
-                self.ns[name] = self.ns.get(name, 0) + time.perf_counter_ns() - start
+                core += time.thread_time_ns() - began
+                self._spent[name] = wall + time.perf_counter_ns() - start, core
                 self._inside = False
 
         return timed
 
-    def take(self) -> dict[str, int]:
-        """Return the nanoseconds in each call since the last time."""
-        taken, self.ns = self.ns, {}
+    def take(self) -> dict[str, tuple[int, int]]:
+        """Return the nanoseconds by the clock and on a core, of each call since the last time."""
+        taken, self._spent = self._spent, {}
         return taken
 
 
@@ -103,8 +106,8 @@ class Ran(NamedTuple):
 
     kind: str
     completed: int
-    leader: dict[str, int]
-    worker: dict[str, int]
+    leader: dict[str, tuple[int, int]]
+    worker: dict[str, tuple[int, int]]
 
 
 class StepEngine:
@@ -166,7 +169,7 @@ class StepEngine:
         self._drain()
         return {
             "steps": [step._asdict() for step in ran],
-            "finish": {name: ns // running for name, ns in ended.items()},
+            "finish": ended,
             "reused": self._reused,
         }
 
