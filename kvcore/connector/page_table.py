@@ -64,14 +64,14 @@ def unit_table(
     """
     unit = gcd(group.page_tokens, block_tokens)
     per_page, per_block = group.page_tokens // unit, block_tokens // unit
-    positions = np.arange(start * per_block, stop * per_block, dtype=np.int64)
-    table = np.asarray(pages, dtype=np.int64)
-    page = positions // per_page
-    inside = page < len(table)
-    ids = np.full(len(positions), no_page, dtype=np.int64)
-    ids[inside] = table[page[inside]]
-    units = ids * per_page + positions % per_page
-    units[(ids == no_page) | (positions * unit < from_token)] = SKIP
+    first, last = start * per_block // per_page, -(-stop * per_block // per_page)
+    ids = np.full(last - first, no_page, dtype=np.int64)
+    known = pages[first:last]
+    ids[: len(known)] = known
+    of_pages = ids[:, np.newaxis] * per_page + np.arange(per_page)
+    of_pages[ids == no_page] = SKIP
+    units = of_pages.ravel()[start * per_block - first * per_page :][: (stop - start) * per_block]
+    units[: max(-(-from_token // unit) - start * per_block, 0)] = SKIP
     return UnitTable.of(units.reshape(stop - start, per_block), unit)
 
 
@@ -88,7 +88,7 @@ def pages_of(
     for table, group in zip(units, groups, strict=True):
         flat = table.array().ravel()
         per_page = group.page_tokens // table.unit_tokens
-        own = np.unique(flat[flat != SKIP] // per_page).tolist()
+        own = set((flat[flat != SKIP] // per_page).tolist())  # np.unique takes longer
         found.update(place(group.index, page) for page in own)
     return sorted(found)
 

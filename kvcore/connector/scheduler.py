@@ -122,6 +122,7 @@ class SchedulerCore(ABC, Generic[F]):
         self._layer_steps = tuple(layer_steps(model.shape.layers)) if traits.layerwise else ()
         self._users = PageUsers()
         self._saved: dict[int, _Saved] = {}  # by the graph of the save
+        self._shown: dict[str, tuple[int, int]] = {}  # slots in use and in all, by tier
 
     # -- results of lookups -----------------------------------------------------------------
 
@@ -268,10 +269,13 @@ class SchedulerCore(ABC, Generic[F]):
         """Stop loads and saves of the requests that are known now."""
 
     def _show_tiers(self) -> None:
-        """Update the gauges of the tiers."""
+        """Update the gauges of the tiers whose occupancy has changed."""
         index, nbytes = self.manager.index, self._model.shape.nbytes
         for tier in index.tiers:
-            self.metrics.tier(tier, index.num_used(tier) * nbytes, index.num_slots(tier) * nbytes)
+            used, slots = index.num_used(tier), index.num_slots(tier)
+            if self._shown.get(tier) != (used, slots):
+                self._shown[tier] = used, slots
+                self.metrics.tier(tier, used * nbytes, slots * nbytes)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the index, graphs in flight and pages in use agree."""

@@ -43,16 +43,20 @@ class IndexState:
         return node
 
     def depth(self, table: TierTable, keys: Sequence[bytes], least: int) -> int:
-        """Count the leading blocks in the states ``least`` .. PUBLISHED, by bisection."""
+        """Count the leading blocks in the states ``least`` .. PUBLISHED, by bisection.
+
+        The last block but one is tried first: a request that decodes lacks only its last block.
+        """
         find, state = self.nodes.keys.get, table.state
         low, high = 0, len(keys)
+        middle = max(high - 1, 1)
         while low < high:
-            middle = (low + high + 1) // 2
             node = find(keys[middle - 1])
             if node is not None and least <= state[node] <= PUBLISHED:
                 low = middle
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         return low
 
     def evicted(self, table: TierTable, node: int) -> Evicted:

@@ -41,6 +41,7 @@ from kvcore.model.keys import Extra, KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import TransferGraph
+from kvcore_vllm.due import DueRequests
 from kvcore_vllm.fences import unknown_writers, written_pages
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
@@ -88,6 +89,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._outbox = outbox
         self._events: list[Event] = []
         self._requests: dict[str, Tracked] = {}
+        self._due = DueRequests()
+        self._decode_run = max(settings.min_load_tokens // self._block, 1)
+        """Blocks of generated tokens that are saved together: as many as are worth a load."""
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
         self._policy = policy
@@ -327,10 +331,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
         """Plan this step: saves of the blocks it completes, and fences for pages it reassigns."""
         self.manager.maintain()
-        for request_id, scheduled in output.num_scheduled_tokens.items():
+        for request_id in self._due.take(output):
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.may_save and not self.disabled:
-                self._save_computed(tracked, scheduled, output)
+                self._save_computed(tracked, output)
         plan, self._plan = self._plan, StepPlan()
         plan.spills, plan.cancel, plan.forget = self._outbox.take()
         plan.fence = self._fences(plan, output)
@@ -350,20 +354,29 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             if (tracked := self._requests.get(request_id)) is not None:
                 yield tokens, tracked.request
 
-    def _save_computed(self, tracked: Tracked, scheduled: int, output: SchedulerOutput) -> None:
+    def _save_computed(self, tracked: Tracked, output: SchedulerOutput) -> None:
+        """Save the blocks that a request completes in this step, and note when it is due again.
+
+        While a request decodes, it is saved whenever another `_decode_run` of its blocks is
+        complete. The rest is saved when the request ends.
+        """
         request = tracked.request
+        reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
         # Positions that are computed when this step ends, up to the last token whose id is known:
         # with speculation and async scheduling the ids trail the positions.
-        computed = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        blocks = tracked.exact_blocks(computed, self._block)
-        state = output.kv_connector_block_state
-        if blocks <= tracked.saved_blocks or state is None:
-            return
+        computed = min(reached, request.num_tokens)
         if not self._config.vllm.save_decode and computed > request.num_prompt_tokens:
             return
-        pages = state.get_block_ids(request.request_id)
-        if pages is not None:
-            self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append)
+        blocks = tracked.exact_blocks(computed, self._block)
+        state = output.kv_connector_block_state
+        run = self._decode_run if computed > request.num_prompt_tokens else 1
+        if blocks // run > tracked.saved_blocks // run and state is not None:
+            pages = state.get_block_ids(request.request_id)
+            if pages is not None:
+                self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append)
+        run = self._decode_run if reached >= request.num_prompt_tokens else 1
+        missing = (tracked.saved_blocks // run + 1) * run * self._block - reached
+        self._due.again(request.request_id, max(missing, 1))
 
     def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
         self._hash(tracked)
@@ -444,6 +457,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     ) -> dict[str, Any] | None:
         """Save the last full blocks. Returns the reply for the client, if it asked for one."""
         tracked = self._requests.pop(request.request_id, None)
+        self._due.forget(request.request_id)
         if self._fusion is not None:
             self._fusion.forget(request.request_id)
         if tracked is None:
