@@ -23,6 +23,7 @@ APART = (
     "fusion_gate",
     "kernels",
     "server",
+    "step_cost",
     "end_to_end",
     "sglang_ttft",
     "remote",

@@ -13,9 +13,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,8 +46,6 @@ WORKER_CALLS = (
     "handle_preemptions",
     "bind_connector_metadata",
     "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
     "wait_for_save",
     "get_transfer_results",
     "get_finished",
@@ -70,9 +70,10 @@ class Clock:
         self._inside = False
         for name in calls:
             if hasattr(connector, name):  # LMCache serves models with one kind of pages only
-                setattr(connector, name, self._timed(name, getattr(connector, name)))
+                setattr(connector, name, self.timed(name, getattr(connector, name)))
 
-    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``call`` with its time counted under ``name``."""
         lists = name == "take_events"  # a generator does its work when it is read
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -130,6 +131,7 @@ class StepEngine:
 
         settings = EngineArgs(
             model=model,
+            dtype="bfloat16",
             block_size=PAGE_TOKENS,
             max_model_len=2048,
             max_num_seqs=running,
@@ -146,23 +148,34 @@ class StepEngine:
         self._forward_s = forward_s
         self._leader = Clock(self._scheduler.connector, LEADER_CALLS)
         self._worker = Clock(self._connector, WORKER_CALLS)
+        self._pass_layers = self._worker.timed("layers", self._each_layer)
         self._made = 0
         gc.collect()
         gc.freeze()  # as vLLM does when it has started
 
     # -- rounds -------------------------------------------------------------------------------
 
-    def round(self, running: int, steps: int, seed: int, spread: bool) -> dict[str, Any]:
-        """Fill the engine with ``running`` requests, half of them hits, and decode ``steps``.
+    def fill(self, running: int, tokens: int) -> None:
+        """Store ``tokens`` tokens, so that the connector's memory is full, as it is in service.
 
-        With ``spread`` the requests complete their blocks in different steps, else all in one.
+        Then store the prompts that later rounds find.
         """
+        for seed in range(-(-tokens // 16_384)):
+            self._run([_tokens(seed * 977 + i, 1024) for i in range(1_000_000, 1_000_016)])
+        for first in range(0, running, 32):
+            starts = range(first, min(first + 32, running), 2)
+            self._run([[*_tokens(-1 - i, STORED), 7] for i in starts])
+
+    def round(self, running: int, steps: int, seed: int) -> dict[str, Any]:
+        """Run ``running`` requests, half of them hits, until ``steps`` steps only decoded."""
+        return self._run([self._prompt(i, seed) for i in range(running)], steps)
+
+    def _run(self, prompts: list[list[int]], steps: int = 1) -> dict[str, Any]:
         self._made += 1
-        prompts = [self._prompt(i, seed, spread) for i in range(running)]
         ran: list[Ran] = []
         self._add(prompts)
         while sum(step.kind == "decode" for step in ran) < steps:
-            ran.append(self.step(running))
+            ran.append(self.step(len(prompts)))
         self._leader.take()
         self._scheduler.finish_requests(list(self._scheduler.requests), _stopped())
         ended = self._leader.take()
@@ -173,20 +186,15 @@ class StepEngine:
             "reused": self._reused,
         }
 
-    def store(self, running: int) -> None:
-        """Compute and store the prompts that later rounds find."""
-        self._made += 1
-        self._add([_tokens(-1 - i, STORED) + [7] for i in range(0, running, 2)])
-        for _ in range(running):
-            self.step(running)
-        self._scheduler.finish_requests(list(self._scheduler.requests), _stopped())
-        self._drain()
+    @staticmethod
+    def _prompt(i: int, seed: int) -> list[int]:
+        """Return a prompt: the even ones begin with what is stored, the odd ones are new.
 
-    def _prompt(self, i: int, seed: int, spread: bool) -> list[int]:
-        """Return a prompt: the even ones begin with what is stored, the odd ones are new."""
+        Their lengths differ, so that as many blocks are completed in one step as in the next.
+        """
         own = seed * 100_003 + i
         start = _tokens(-1 - i if i % 2 == 0 else own, STORED)
-        return start + _tokens(own + 50_000, 1 + (i // 2 * 5) % TAIL if spread else TAIL // 2)
+        return start + _tokens(own + 50_000, 1 + (i // 2 * 5 + i % 2 * 32) % TAIL)
 
     def _add(self, prompts: Sequence[list[int]]) -> None:
         from vllm import SamplingParams
@@ -214,7 +222,7 @@ class StepEngine:
                 break
             if time.monotonic() > limit:
                 raise SystemExit("the connector did not become idle in 30 s")
-        time.sleep(0.3)
+        time.sleep(0.1)  # saves in flight end
         self.step(0)
         gc.collect()
 
@@ -256,9 +264,8 @@ class StepEngine:
             set_forward_context({}, self._settings),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as transfers,
         ):
-            for layer in self._layers if tokens else ():
-                self._connector.wait_for_layer_load(layer)
-                self._connector.save_kv_layer(layer, None, None)
+            if tokens:
+                self._pass_layers()
             time.sleep(self._forward_s)
         names = list(tokens)
         return ModelRunnerOutput(
@@ -268,16 +275,22 @@ class StepEngine:
             kv_connector_output=transfers,
         )
 
+    def _each_layer(self) -> None:
+        """Make the connector's calls around the attention of each layer."""
+        for layer in self._layers:
+            self._connector.wait_for_layer_load(layer)
+            self._connector.save_kv_layer(layer, None, None)
+
     @staticmethod
     def _sampled(request: Any) -> list[int]:
         if request.num_computed_tokens < request.num_tokens:
             return []
-        return [(hash(request.request_id) + 31 * request.num_tokens) % VOCABULARY]
+        return [(zlib.crc32(request.request_id.encode()) + 31 * request.num_tokens) % VOCABULARY]
 
 
 def _tokens(seed: int, count: int) -> list[int]:
     """Return ``count`` tokens that are the same for every connector."""
-    return [(seed * 7919 + i * 104_729 + seed * i) % VOCABULARY for i in range(count)]
+    return random.Random(str(seed)).choices(range(VOCABULARY), k=count)
 
 
 def _stopped() -> Any:
