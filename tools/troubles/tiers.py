@@ -14,7 +14,13 @@ LOADS_AND_SAVES = [
         "load refused request=%s: %s",
         "There was no room for the load, or vLLM counts on other tokens than kvcore had offered. "
         "They are computed.",
-        "If there is often no room, raise `host.capacity` or `transfer.queue_depth`. Report the other.",
+        "If there is often no room, raise `host.capacity` or `transfer.queue_depth`. Report the "
+        "other, with the version of vLLM.",
+    ),
+    Trouble(
+        "every step waits for all saves, because vLLM has %s",
+        "This release of vLLM may write pages in a way that kvcore does not know. Answers stay right.",
+        "Report it with the version of vLLM.",
     ),
     Trouble(
         "load abandoned at its deadline graph=%d after_s=%s",
