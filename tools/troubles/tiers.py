@@ -19,7 +19,8 @@ LOADS_AND_SAVES = [
     ),
     Trouble(
         "every step waits for all saves, because vLLM has %s",
-        "This release of vLLM may write pages in a way that kvcore does not know. Answers stay right.",
+        "This release of vLLM may write pages in a way that kvcore does not know. Answers stay "
+        "right.",
         "Report it with the version of vLLM.",
     ),
     Trouble(
