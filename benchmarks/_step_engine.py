@@ -24,8 +24,11 @@ from typing import Any, NamedTuple
 
 PAGE_TOKENS, BLOCK_TOKENS = 32, 16
 VOCABULARY = 30_000
-STORED, TAIL = 512, 64
-"""Tokens at the start of a prompt that a hit finds stored, and tokens after them, at most."""
+STORED, TAIL = 512, 256
+"""Tokens at the start of a prompt that a hit finds stored, and tokens after them, at most.
+
+A chunk of LMCache has 256 tokens: with 256 requests running, one completes its chunk in each step.
+"""
 
 LEADER_CALLS = (
     "on_new_request",
@@ -168,7 +171,7 @@ class StepEngine:
 
     def round(self, running: int, steps: int, seed: int) -> dict[str, Any]:
         """Run ``running`` requests, half of them hits, until ``steps`` steps only decoded."""
-        return self._run([self._prompt(i, seed) for i in range(running)], steps)
+        return self._run([self._prompt(i, running, seed) for i in range(running)], steps)
 
     def _run(self, prompts: list[list[int]], steps: int = 1) -> dict[str, Any]:
         self._made += 1
@@ -187,14 +190,14 @@ class StepEngine:
         }
 
     @staticmethod
-    def _prompt(i: int, seed: int) -> list[int]:
+    def _prompt(i: int, running: int, seed: int) -> list[int]:
         """Return a prompt: the even ones begin with what is stored, the odd ones are new.
 
         Their lengths differ, so that as many blocks are completed in one step as in the next.
         """
         own = seed * 100_003 + i
         start = _tokens(-1 - i if i % 2 == 0 else own, STORED)
-        return start + _tokens(own + 50_000, 1 + (i // 2 * 5 + i % 2 * 32) % TAIL)
+        return start + _tokens(own + 50_000, 1 + i * TAIL // running)
 
     def _add(self, prompts: Sequence[list[int]]) -> None:
         from vllm import SamplingParams
