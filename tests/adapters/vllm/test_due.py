@@ -100,6 +100,8 @@ class Engine:
             scheduled_cached_reqs=SimpleNamespace(
                 resumed_req_ids=set(resumed), new_block_ids=[None] * len(tokens)
             ),
+            new_block_ids_to_zero=None,
+            kv_cache_block_copies=None,
             kv_connector_block_state=SimpleNamespace(get_block_ids=self._pages),
         )
         saves = self.side.build_connector_meta(output).plan().late_saves
