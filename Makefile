@@ -16,7 +16,7 @@ CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-compat env-sglang demo demo-cluster test test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
+.PHONY: help env env-compat env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make env-compat  vLLM 0.30 and 0.33, in layers over the environment of 0.32"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
+	@echo "make test-compat  the probes against each listed release of the engines, from its wheel"
 	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"
 	@echo "make docs        write the pages that are generated"
@@ -71,6 +72,9 @@ test-unit: env
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)
 
+test-compat: env
+	$(RUN) -m tools.compat $(COMPAT)
+
 lint: env
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -83,6 +87,7 @@ bench: env
 docs: env
 	$(VENV)/bin/kvcore config --docs > docs/configuration.md
 	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
+	$(RUN) -m tools.compat --page
 
 docs-site: env
 	$(SITE)

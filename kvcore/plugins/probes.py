@@ -147,15 +147,23 @@ class Overrides:
         wanted: dict[str, Definition] = {}
         for base in self.bases:
             wanted = {**sources.members(sources.find(base)), **wanted}
-        home = self.by.partition(".")[0]
-        ours = Sources(home)
-        own = {name: at.node for name, at in ours.members(ours.find(self.by)).items()}
+        own = self.methods()
         abstract = {name for name, at in wanted.items() if is_abstract(at.node)}
         if new := sorted(abstract - set(own)):
             raise Missing(f"{self.bases[0]} wants {', '.join(new)}, which kvcore does not define")
         for name, node in own.items():
-            if isinstance(node, ast.FunctionDef) and not name.startswith("_"):
+            if not name.startswith("_"):
                 self._compare(name, node, wanted)
+
+    def methods(self) -> dict[str, ast.FunctionDef]:
+        """Return the methods that kvcore's own package defines for ``by``."""
+        home = self.by.partition(".")[0]
+        ours = Sources(home)
+        return {
+            name: at.node
+            for name, at in ours.members(ours.find(self.by)).items()
+            if at.module.startswith(home) and isinstance(at.node, ast.FunctionDef)
+        }
 
     def _compare(self, name: str, node: ast.AST, wanted: dict[str, Definition]) -> None:
         there = wanted.get(name)
@@ -274,7 +282,8 @@ class Verdict(NamedTuple):
     @property
     def advice(self) -> str:
         """Return what to do about an engine that is missing or not served."""
-        return f"install {self.distribution} {self._tried}, or a newer kvcore"
+        wanted = " ".join((self.distribution, ", ".join(self.tried))).rstrip()
+        return f"install {wanted}, or a newer kvcore"
 
     @property
     def _tried(self) -> str:

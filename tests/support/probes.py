@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,13 +29,10 @@ def _of(want: Want, sources: Sources) -> Iterator[tuple[str, str]]:
     elif isinstance(want, Binds):
         yield want.target, re.split("[:.]", want.target)[-1]
     elif isinstance(want, Overrides):
-        ours = Sources(want.by.partition(".")[0])
-        mine = ours.members(ours.find(want.by))
         for base in want.bases:
             there = sources.members(sources.find(base))
-            shared = {name for name in there if name in mine and not name.startswith("_")}
-            methods = {name for name in shared if isinstance(mine[name].node, ast.FunctionDef)}
-            yield from ((base, name) for name in methods - set(want.beside))
+            shared = {n for n in want.methods() if n in there and not n.startswith("_")}
+            yield from ((base, name) for name in shared - set(want.beside))
 
 
 def _homes(sources: Sources, target: str) -> set[str]:

@@ -85,7 +85,7 @@ START = [
     ),
     Trouble(
         "connector_not_registered",
-        "The adapter does not support this version of vLLM, or registration failed.",
+        "vLLM does not take the connector's name, so a vLLM that names it does not start.",
         "Install a version that `kvcore plugins` names.",
     ),
     Trouble(
@@ -95,8 +95,18 @@ START = [
     ),
     Trouble(
         "hooks_not_registered",
-        "The adapter does not support this version of SGLang, or registration failed.",
+        "SGLang does not take kvcore's hooks, and kvcore's linker stands aside.",
         "Install a version that `kvcore plugins` names.",
+    ),
+    Trouble(
+        "engine_untried",
+        "kvcore has not been tried with this release of the engine. All required probes hold.",
+        "Nothing, or install a release that the line names.",
+    ),
+    Trouble(
+        "every step waits for all saves, because vLLM has %s",
+        "A step of this vLLM can write pages in a way that kvcore does not know.",
+        "Nothing, or install a release that `kvcore plugins` calls tried: saves then overlap.",
     ),
     Trouble(
         "hook_not_registered",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kvcore.errors import LayoutError
 from kvcore.memory.copy import DeviceOps, select_ops
@@ -48,8 +49,7 @@ def verify(
         return
     trip = _RoundTrip(layers, view, shape, dtype, ops)
     with torch.inference_mode(), trip.restored():
-        for digit in range(trip.digits):
-            trip.run(digit)
+        trip.run()
     _log.debug("layout verified: %s on %s", ", ".join(names), trip.device)
 
 
@@ -61,8 +61,8 @@ def _writes(layer: Any) -> bool:
 class _RoundTrip:
     """Writes the number of each element, one octal digit at a time, and reads it back.
 
-    Elements are compared as bits. Equal digits must give equal bits, and other digits other bits,
-    so the encoding of a quantised cache need not be known.
+    Elements are compared as bits. How a quantised cache keeps a digit is read from pages that hold
+    nothing else.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _RoundTrip:
         room = torch.zeros(self._count, dtype=_RAW[layout.itemsize], device=self.device)
         self._block = KVView(arena_layout(block, 1), [room])
         self._ops = select_ops(view, self._block, ops, "auto")
-        self.digits = next(n for n in range(1, 64) if _BASE**n >= self._count)
+        self._digits = next(n for n in range(1, 64) if _BASE**n >= self._count)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -99,16 +99,30 @@ class _RoundTrip:
             for tensor, kept in zip(self._view.tensors, before, strict=True):
                 tensor[page].copy_(kept)
 
-    def run(self, digit: int) -> None:
-        """Write one digit of each element's number. Raises LayoutError if it reads otherwise."""
+    def run(self) -> None:
+        """Raise LayoutError unless every element is read where it was written."""
         number = torch.arange(self._count, device=self.device)
-        written = number.div(_BASE**digit, rounding_mode="floor") % _BASE
-        self._write(written.view(len(self._layers), self._heads, -1))
-        unit = np.array([self._page])
-        self._ops.copy_blocks(self._view, unit, self._block, np.array([0]))
-        self._compare(written, self._block.tensors[0])
+        codes = self._codes()
+        for place in range(self._digits):
+            digits = number.div(_BASE**place, rounding_mode="floor") % _BASE
+            self._compare(codes[digits], self._carry(digits))
 
-    def _write(self, digits: torch.Tensor) -> None:
+    def _codes(self) -> Tensor:
+        """Return the bits that the cache keeps for each digit."""
+        dtype = getattr(torch, self._view.layout.dtype)
+        if dtype.itemsize > 1:
+            return torch.arange(_BASE, device=self.device).to(dtype).view(_RAW[dtype.itemsize])
+        everywhere = torch.ones(self._count, dtype=torch.int64, device=self.device)
+        return torch.stack([self._carry(everywhere * digit)[0] for digit in range(_BASE)])
+
+    def _carry(self, digits: Tensor) -> Tensor:
+        """Write digits to the page of every layer, and return what kvcore's copies read there."""
+        self._write(digits.view(len(self._layers), self._heads, -1))
+        page = np.array([self._page])
+        self._ops.copy_blocks(self._view, page, self._block, np.array([0]))
+        return self._block.tensors[0].clone()
+
+    def _write(self, digits: Tensor) -> None:
         slots = self._page * self._tokens + torch.arange(self._tokens, device=self.device)
         parts = [self._tokens * dim for dim in self._dims]
         for layer, tensor, one in zip(self._layers, self._view.tensors, digits, strict=True):
@@ -132,18 +146,14 @@ class _RoundTrip:
             return 1.0, 1.0
         return float(layer._k_scale_float), float(layer._v_scale_float)
 
-    def _compare(self, digits: torch.Tensor, read: torch.Tensor) -> None:
-        first = torch.stack([(digits == digit).to(torch.uint8).argmax() for digit in range(_BASE)])
-        known = read[first]
-        wrong = (known[digits] != read).nonzero().flatten()
-        used = int(digits.max()) + 1
-        if not len(wrong) and len(known[:used].unique()) == used:
+    def _compare(self, written: Tensor, read: Tensor) -> None:
+        wrong = (written != read).nonzero().flatten()
+        if not len(wrong):
             return
-        per_layer = self._count // len(self._layers)
-        name = type(self._layers[0].impl).__name__
-        where = f"layer {int(wrong[0]) // per_layer}" if len(wrong) else "every layer"
+        layer = int(wrong[0]) * len(self._layers) // self._count
+        name = type(self._layers[layer].impl).__name__
         raise LayoutError(
             f"{name} writes a page on {self.device} in another order than kvcore reads it "
-            f"({where}, {len(wrong)} of {self._count} elements): kvcore stores nothing on this "
-            "build of vLLM"
+            f"(layer {layer}, {len(wrong)} of {self._count} elements): kvcore stores nothing on "
+            "this build of vLLM"
         )

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,7 +62,9 @@ class Output:
     "star.py": "def starred(one, two=2): ...\n",
 }
 CONNECTOR = """
-class Ours:
+from toyengine.inner.base import Base
+
+class Ours(Base):
     def load(self, request, *, wait=False): ...
     def save(self, pages, **options): ...
     def beyond(self): ...
@@ -127,14 +133,21 @@ def test_what_is_missing_is_named(engine: Path, want: Want, lacks: str) -> None:
     assert lacks in Probe("it", "to be here", (want,)).failure(Sources("toyengine"))
 
 
-def test_a_new_abstract_method_is_missed(engine: Path) -> None:
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_new_abstract_method_is_missed(
+    engine: Path, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = engine / "inner/base.py"
-    base.write_text(
-        base.read_text().replace(
-            "def save(", "@abstractmethod\n    def new(self): ...\n    def save("
-        )
-    )
-    failure = Probe("it", "to be here", (OVERRIDES,)).failure(Sources("toyengine"))
+    new = "@abstractmethod\n    def new(self): ...\n\n    def save("
+    base.write_text(base.read_text().replace("def save(", new))
+    if loaded:  # as in the engine's own processes
+        for name in ("toyengine", "toyengine.inner", "toyengine.inner.base"):
+            module = ModuleType(name)
+            module.__file__ = str(base)
+            module.__path__ = [str(engine)]
+            monkeypatch.setitem(sys.modules, name, module)
+    wants = (replace(OVERRIDES, bases=("toyengine.inner.base:Base",)),)
+    failure = Probe("it", "to be here", wants).failure(Sources("toyengine"))
     assert "wants new, which kvcore does not define" in failure
 
 
@@ -237,9 +250,6 @@ def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed(tmp_path: 
 
 
 def test_asking_for_a_verdict_imports_no_engine() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; from kvcore.plugins import PluginManager; "
         "from kvcore.plugins.probes import judge; "
