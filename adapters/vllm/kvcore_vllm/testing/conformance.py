@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from kvcore.harness.compare import SMALL, SPACE
+from kvcore.harness.compare import SMALL
 from kvcore.testing.conformance.driver import Capability, Driver, Setup
 from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 
@@ -29,7 +29,6 @@ class VllmDriver(ProcessDriver):
     title: ClassVar[str] = "vLLM"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
     engine_args: ClassVar[Mapping[str, Any]] = SMALL
-    environment: ClassVar[Mapping[str, str]] = SPACE
 
     def settings(self, kvcore: Mapping[str, Any]) -> dict[str, Any]:
         """Return kvcore's settings for this engine."""
