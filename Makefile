@@ -14,6 +14,9 @@ ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py
 
+# Images of containers often set it to 1. Each process would then compile the sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 .PHONY: help env env-compat env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env

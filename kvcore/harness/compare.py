@@ -34,18 +34,21 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 8,
     "seed": 0,
     "dtype": "float32",
+    "kv_cache_memory_bytes": 256 << 20,
+    "skip_tokenizer_init": True,
     "start_method": "fork",
     "forked": True,
     "asynchronous": True,
 }
-"""Arguments of vLLM for a small model on a CPU.
+"""Arguments of vLLM for a small model on a CPU. Prompts are token ids.
 
-All its processes are forks, so that modules are imported once for many starts. Steps are scheduled
-asynchronously, as vLLM does by default on a GPU.
+All its processes are forks, so that modules are imported once for many starts. A tokenizer takes
+longer to load than the model, and a large KV cache longer to clear than to fill. Steps are
+scheduled asynchronously, as vLLM does by default on a GPU.
 """
 
 SPACE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-"""Environment variables for `SMALL`: the size of the KV cache in GiB."""
+"""Environment variables for vLLM's own server on a CPU: the size of the KV cache in GiB."""
 
 SMALL_SGLANG: dict[str, Any] = {
     "context_length": 2048,
@@ -54,11 +57,12 @@ SMALL_SGLANG: dict[str, Any] = {
     "max_total_tokens": 24_576,
     "random_seed": 0,
     "dtype": "float32",
+    "skip_tokenizer_init": True,
     "sleep_on_idle": True,
     "start_method": "fork",
     "forked": True,
 }
-"""Arguments of SGLang for a small model on a CPU."""
+"""Arguments of SGLang for a small model on a CPU. Prompts are token ids."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Environment variables for `SMALL_SGLANG`.
@@ -67,7 +71,10 @@ With more threads, those that have almost nothing to compute spin on cores that 
 machine with few cores, answers then take ten times as long.
 """
 
-_SMALL = {"vllm": (SMALL, SPACE), "sglang": (SMALL_SGLANG, ONE_THREAD)}
+_SMALL: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "vllm": (SMALL, {}),
+    "sglang": (SMALL_SGLANG, ONE_THREAD),
+}
 
 
 def sglang_tiers(folder: Path, **sglang: Any) -> dict[str, Any]:

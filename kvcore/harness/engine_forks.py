@@ -8,7 +8,8 @@
 On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
-driver, architecture, environment, folder and set of cores. At most `KEPT` mothers are kept.
+driver, architecture, environment (except PYTHONPATH), folder and set of cores. At most `KEPT`
+mothers are kept.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
 ``run(descriptor)``. Forks are for CPUs only, because a GPU's state does not survive a fork.
@@ -44,7 +45,9 @@ KEPT = 2
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _OF_A_TEST = "PYTEST_CURRENT_TEST"
-"""Environment variables that change with each test and that no engine reads."""
+"""An environment variable that changes with each test and that no engine reads."""
+_NOT_COMPARED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
+"""Environment variables that torch sets, to what it takes without them."""
 
 
 def possible() -> bool:
@@ -90,13 +93,16 @@ def fork(
     *,
     python: str,
     env: Mapping[str, str],
+    path: str,
     log: Path,
     connection: socket.socket,
     timeout_s: float,
 ) -> Child:
     """Fork a child that calls ``run`` of ``module`` with its end of a connection.
 
-    If no mother has imported the module, start one and block until it has.
+    ``path`` has folders from which the child imports first, as in PYTHONPATH. What the mother has
+    imported it does not import again. If no mother has imported the module, start one and block
+    until it has.
 
     Raises:
         KVCoreError: the fork failed. The message has the tail of the mother's log.
@@ -105,7 +111,7 @@ def fork(
     if Path(model).is_dir():
         given.setdefault("HF_HUB_OFFLINE", "1")  # drivers set it too, before they import
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    environment = tuple(sorted(given.items()))
+    environment = tuple(sorted(each for each in given.items() if each[0] not in _NOT_COMPARED))
     key = (python, module, architecture(model), environment, os.getcwd(), cores)
     with _lock:
         mother = _mothers.pop(key, None)
@@ -115,7 +121,7 @@ def fork(
         while len(_mothers) > KEPT:
             _mothers.popitem(last=False)[1].close()
         try:
-            return mother.fork(log, connection, timeout_s)
+            return mother.fork(path, log, connection, timeout_s)
         except KVCoreError:
             _mothers.pop(key).close()
             raise
@@ -127,7 +133,7 @@ class _Mother:
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command = " ".join(command)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process lives
-        self._socket, theirs = socket.socketpair()
+        self._socket, theirs = _messages()
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
@@ -143,12 +149,12 @@ class _Mother:
     def lives(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, log: Path, connection: socket.socket, timeout_s: float) -> Child:
-        status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def fork(self, path: str, log: Path, connection: socket.socket, timeout_s: float) -> Child:
+        status, theirs = _messages()
         with theirs, log.open("ab") as output:
             files = [connection.fileno(), output.fileno(), theirs.fileno()]
             with contextlib.suppress(OSError):  # the mother is gone; `_received` finds that below
-                socket.send_fds(self._socket, [b"f"], files)
+                socket.send_fds(self._socket, [b"f", path.encode()], files)
         said = _received(status, timeout_s)
         if not said:
             status.close()
@@ -184,6 +190,11 @@ def close() -> None:
             _mothers.popitem()[1].close()
 
 
+def _messages() -> tuple[socket.socket, socket.socket]:
+    """Return a connection that keeps messages apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
     """Return one message, empty at the end of the connection; None after ``timeout_s`` seconds."""
     poll = select.poll()
@@ -204,7 +215,7 @@ def _serve(module: str, model: str, descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as asked:
         asked.set_inheritable(False)
         while True:
-            message, files, _, _ = socket.recv_fds(asked, 1, 3)
+            message, files, _, _ = socket.recv_fds(asked, 1 << 16, 3)
             if not message:
                 return
             assert threading.active_count() == 1, f"threads would be lost: {threading.enumerate()}"
@@ -212,18 +223,18 @@ def _serve(module: str, model: str, descriptor: int) -> None:
             sys.stderr.flush()
             if os.fork() == 0:
                 asked.close()
-                _mind(driver, *files)
+                _mind(driver, message[1:].decode(), *files)
             for file in files:
                 os.close(file)
 
 
-def _mind(driver: Any, connection: int, log: int, status: int) -> None:
+def _mind(driver: Any, path: str, connection: int, log: int, status: int) -> None:
     """Fork the child, send its pid and its exit status, and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(status)
-        _be_child(driver, connection, log)
+        _be_child(driver, path, connection, log)
     os.close(connection)
     os.close(log)
     with contextlib.suppress(OSError):  # the asking process is gone; the child notices that itself
@@ -233,9 +244,12 @@ def _mind(driver: Any, connection: int, log: int, status: int) -> None:
     os._exit(0)
 
 
-def _be_child(driver: Any, connection: int, log: int) -> None:
+def _be_child(driver: Any, path: str, connection: int, log: int) -> None:
     """Run the driver, and end the process without tearing down the modules."""
     os.setsid()
+    before = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
+    sys.path[:0] = before
+    os.environ["PYTHONPATH"] = os.pathsep.join([*before, os.environ.get("PYTHONPATH", "")])
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

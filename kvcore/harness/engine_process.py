@@ -149,21 +149,25 @@ class EngineProcess:
         self._process: subprocess.Popen[bytes] | engine_forks.Child
         module = _DRIVERS.get(engine, f"kvcore_{engine}.testing.driver")
         command = [str(python or sys.executable), "-m", module, str(theirs.fileno())]
-        added = _environment(engine, env or {})
+        given = dict(env or {})
         try:
             with theirs:
                 if forked and not within and engine_forks.possible():
+                    path = given.pop("PYTHONPATH", "")
                     self._process = engine_forks.fork(
                         module,
                         model,
                         python=command[0],
-                        env=added,
+                        env=_environment(engine, given),
+                        path=path,
                         log=self.log,
                         connection=theirs,
                         timeout_s=START_TIMEOUT_S,
                     )
                 else:
-                    self._process = _run([*within, *command], theirs, added, self.log)
+                    self._process = _run(
+                        [*within, *command], theirs, _environment(engine, given), self.log
+                    )
         except BaseException:
             self._let_go()
             raise

@@ -128,8 +128,8 @@ def served(
 ) -> Iterator[Served]:
     """One after the other on the same folder; that of pages of 16 without overlapped schedules."""
     page: int = request.param
-    fails = tmp_path_factory.mktemp("fails") / "now"
-    records = fails.with_name("records")
+    fails = written.folder / "fails"  # one environment for all three, so that they are forks
+    records = tmp_path_factory.mktemp("explain") / "records"
     kvcore = {
         **sglang_tiers(written.folder),
         "ops": {"backend": "faulty"},

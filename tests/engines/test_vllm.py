@@ -22,7 +22,6 @@ import pytest
 from kvcore.harness.compare import (
     ANSWER,
     SMALL,
-    SPACE,
     Reference,
     answers,
     assert_same_answers,
@@ -281,7 +280,7 @@ def test_a_killed_engine_leaves_only_whole_blocks(
         "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
     }
     asked = documents[16:28]
-    process = EngineProcess(model, kvcore=kvcore, env=SPACE, **SMALL)
+    process = EngineProcess(model, kvcore=kvcore, **SMALL)
     assert_same_answers(answers(process, asked[:6]), reference(asked[:6]))
     settle_and_empty(process)
     for document in asked[6:]:

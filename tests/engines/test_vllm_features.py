@@ -39,6 +39,7 @@ pytestmark = pytest.mark.engine
 
 IMAGE = 49153  # IMAGE_TOKEN of tiny_vision_model: SmolLM2's vocabulary, and the second one added
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
+SEES = {"skip_tokenizer_init": False}  # pictures need the model's processor
 HOST_ONLY = {"host": {"capacity": "256MiB"}}
 LOOKUP = {
     "method": "ngram",
@@ -268,10 +269,10 @@ def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
     pictures = [picture(tmp_path / f"{i}.png", seed=i) for i in range(3)]
     text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < 49152]
     prompt = [*text[:200], IMAGE, *text[200:]]
-    with engine(eyes, None, enable_prefix_caching=False) as process:
+    with engine(eyes, None, enable_prefix_caching=False, **SEES) as process:
         expected = [answers(process, [prompt], image=image) for image in pictures]
     assert len({str(answer[0].token_ids) for answer in expected}) == 3, "pictures change nothing"
-    with engine(eyes, HOST_ONLY) as process:
+    with engine(eyes, HOST_ONLY, **SEES) as process:
         for image, right in zip(pictures, expected, strict=True):
             got = answers(process, [prompt], image=image)
             assert_same_answers(got, right)

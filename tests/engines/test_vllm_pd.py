@@ -13,7 +13,6 @@ import pytest
 from kvcore.harness.compare import (
     ANSWER,
     SMALL,
-    SPACE,
     Reference,
     answers,
     assert_all_from,
@@ -62,7 +61,7 @@ def test_one_computes_and_the_other_answers() -> None:
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     documents = windows(model, 9, 150, 600, seed=1)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    env = {**SPACE, "UCX_TLS": "tcp"}
+    env = {"UCX_TLS": "tcp"}
     consumer = settings(there, guests=["127.0.0.1"])
     given = {"kv_producer": settings(here), "kv_consumer": consumer}
     with ExitStack() as started:  # both at once
@@ -127,7 +126,7 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         ]
         first, second = (
             started.enter_context(
-                closing(EngineProcess(model, kvcore=kvcore, env=SPACE, kv_role=role, **SMALL))
+                closing(EngineProcess(model, kvcore=kvcore, kv_role=role, **SMALL))
             )
             for role, kvcore in zip(
                 ("kv_producer", "kv_consumer"), map(client, folders), strict=True

@@ -20,6 +20,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore_vllm import scheduler
 from kvcore_vllm.messages import KVCoreWorkerMetadata
 from kvcore_vllm.scheduler import SchedulerSide
 
@@ -127,6 +128,11 @@ class Engine:
         return self.side._requests[name].saved_blocks
 
 
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "RUN_TOKENS", RUN)
+
+
 def test_only_requests_that_may_complete_a_block_are_looked_at() -> None:
     engine = Engine(256)
     one_each = dict.fromkeys(engine.requests, 1)
@@ -166,9 +172,12 @@ def test_a_prompt_among_many_that_decode_is_all_that_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_no_block_is_missed_whatever_is_scheduled(lag: int) -> None:
+def test_no_block_is_missed_whatever_is_scheduled(
+    monkeypatch: pytest.MonkeyPatch, lag: int
+) -> None:
     """Requests pause, resume, and get several tokens at once, as with speculation."""
-    engine = Engine(8, min_load_tokens=0)
+    monkeypatch.setattr(scheduler, "RUN_TOKENS", 0)
+    engine = Engine(8)
     for step in range(150):
         tokens = {
             name: 3 if (step + i) % 11 == 0 else 1

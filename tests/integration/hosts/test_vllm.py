@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvcore.harness.compare import SMALL, SPACE, answers, assert_same_answers
+from kvcore.harness.compare import SMALL, answers, assert_same_answers
 from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
@@ -54,7 +54,6 @@ def test_answers_stay_the_same_over_cables_that_delay_and_lose(
                         kvcore=settings(f"redis://{server.address}/0"),
                         within=network[name].command,
                         env={
-                            **SPACE,
                             "VLLM_HOST_IP": network[name].address,
                             "GLOO_SOCKET_IFNAME": "eth0",
                         },

@@ -25,6 +25,7 @@ from support.segment_histories import (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(histories(), st.integers(1, 5), st.integers(1, 9), st.data())
 def test_finds_what_brute_force_finds(

@@ -214,6 +214,11 @@ def test_what_a_process_is_given_at_its_start_is_its_own(
 
 
 @forks
+def test_a_path_alone_is_given_to_a_fork_of_the_same_process(start: Start, tmp_path: Path) -> None:
+    assert imports(start) == imports(start, env={"PYTHONPATH": str(tmp_path / "added")})
+
+
+@forks
 def test_a_child_outlives_the_process_it_is_a_fork_of(start: Start, tmp_path: Path) -> None:
     with start() as engine:
         mother = _parent(_parent(engine.pid))

@@ -92,6 +92,7 @@ def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
     return query.found
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(written=geometries(), read=geometries(), gone=st.integers(0, 99))
 def test_any_split_in_a_store_is_read_at_any_other(

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from kvcore.errors import ConfigError
-from kvcore.harness.compare import SMALL, SPACE
+from kvcore.harness.compare import SMALL
 from kvcore.testing.conformance.driver import Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.process import ProcessDriver, ProcessEngine
 from kvcore_vllm.testing.rig import V2, V2_RUNNER
@@ -36,7 +36,6 @@ class VllmDriver(ProcessDriver):
     title: ClassVar[str] = "vLLM"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
     engine_args: ClassVar[Mapping[str, Any]] = SMALL
-    environment: ClassVar[Mapping[str, str]] = SPACE
     version: ClassVar[str] = ""
     asynchronous: ClassVar[bool] = True
     v2: ClassVar[bool] = False
@@ -107,6 +106,6 @@ def variant(given: str) -> Driver:
         )
     told = {"name": f"vllm:{given}", "version": version, "asynchronous": word != "sync"}
     if word == "v2":
-        told |= {"v2": True, "environment": {**SPACE, **V2}}
+        told |= {"v2": True, "environment": V2}
     kind: type[VllmDriver] = type("VllmVariant", (VllmDriver,), told)
     return kind()

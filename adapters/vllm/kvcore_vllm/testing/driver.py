@@ -8,6 +8,7 @@ their own, as under ``vllm serve``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import sys
@@ -24,6 +25,8 @@ rig.interpret()  # here, because a process that vLLM spawns runs this file's top
 
 SHUTDOWN_S = 60.0
 """Seconds that the engine core may take to end: it must finish the saves in flight."""
+SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable with the size of the KV cache in GiB."""
 PUBLISHED_S = 0.5
 """Seconds without work after which every save is published: vLLM does not report that."""
 
@@ -67,8 +70,11 @@ class Driver(EngineDriver):
 
         if current_platform.is_cpu():
             engine_args.setdefault("enforce_eager", True)
-            # By default vLLM takes nearly all memory, and fails to start if other programs run.
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+            if "kv_cache_memory_bytes" in engine_args:
+                os.environ.pop(SPACE_VARIABLE, None)  # it would be taken instead
+            else:
+                # By default vLLM takes nearly all memory, and fails to start if other programs run.
+                os.environ.setdefault(SPACE_VARIABLE, "4")
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
             rig.keep(asynchronous, piecewise)
@@ -86,6 +92,8 @@ class Driver(EngineDriver):
             rig.record(settings, steps)
         if current_platform.is_cpu():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+            if start_method == "fork":
+                _keep_frozen()
         self._engine = AsyncLLM.from_vllm_config(settings)
         [runner, *_] = await self._engine.collective_rpc("kvcore_runner")
         [pieces, *_] = await self._engine.collective_rpc("kvcore_pieces")
@@ -246,9 +254,20 @@ def _bind_threads(ranks: int) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
 
 
+def _keep_frozen() -> None:
+    """Keep vLLM's modules out of garbage collections, in this process and its forks.
+
+    At its end vLLM unfreezes and collects in each process. Walking its modules takes longer than
+    the rest of the end, and it copies their memory, which forks share.
+    """
+    gc.freeze()
+    gc.unfreeze = lambda: None
+
+
 def preload(model: str) -> None:
     """Import what an engine on a CPU imports, for forks of this process. Starts nothing."""
     import vllm
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
