@@ -13,7 +13,11 @@ from kvcore_vllm.testing import rig
 
 pytestmark = pytest.mark.engine
 
-HOST = {"block": {"tokens": 16}, "host": {"capacity": "64MiB"}}
+HOST = {
+    "block": {"tokens": 16},
+    "host": {"capacity": "64MiB"},
+    "vllm": {"min_load_tokens": 1},
+}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -46,3 +50,18 @@ def test_model_runner_v2_answers_as_v1_does_and_loads(model: Path) -> None:
     assert [a.token_ids for a in cold] == [a.token_ids for a in right]
     assert [a.token_ids for a in warm] == [a.token_ids for a in right]
     assert all(answer.reused_tokens >= 48 for answer in warm)
+
+
+def test_a_graph_in_pieces_answers_as_eager_layers_do_and_loads(model: Path) -> None:
+    prompts = windows(model, 2, 60, 100, seed=10)
+    with engine(model, None) as process:
+        assert process.wait_ready()["pieces"] == 0
+        right = process.generate(prompts, max_tokens=4)
+    with engine(model, HOST, **rig.PIECEWISE) as process:
+        assert process.wait_ready()["pieces"] >= 2 * 4  # the attention of each layer is a piece
+        cold = process.generate(prompts, max_tokens=4)
+        process.reset_prefix_cache()
+        warm = process.generate(prompts, max_tokens=4)
+    assert [a.token_ids for a in cold] == [a.token_ids for a in right]
+    assert [a.token_ids for a in warm] == [a.token_ids for a in right]
+    assert all(answer.reused_tokens for answer in warm)

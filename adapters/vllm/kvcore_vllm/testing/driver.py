@@ -44,6 +44,7 @@ class Driver(EngineDriver):
         start_method: str = "spawn",
         kv_role: str = "kv_both",
         asynchronous: bool = False,
+        piecewise: bool = False,
         steps: str | None = None,
         **engine_args: Any,
     ) -> dict[str, Any]:
@@ -52,8 +53,9 @@ class Driver(EngineDriver):
         With ``start_method`` "fork" on a CPU, the engine core and its workers are forks of this
         process. They do not import vLLM again, which takes longer than a small model's answers.
 
-        On a CPU, steps are scheduled asynchronously only if ``asynchronous`` is true. ``steps`` is
-        the path of a file for the order of the scheduler's calls (`kvcore_vllm.testing.rig`).
+        On a CPU, steps are scheduled asynchronously only if ``asynchronous`` is true, and graphs
+        are split only if ``piecewise`` is. ``steps`` is the path of a file for the order of the
+        scheduler's calls (`kvcore_vllm.testing.rig`).
         """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -69,8 +71,7 @@ class Driver(EngineDriver):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
-            if asynchronous:
-                rig.keep_asynchronous()
+            rig.keep(asynchronous, piecewise)
         if kvcore is not None:
             self._asks = True
             engine_args["kv_transfer_config"] = {
@@ -87,11 +88,13 @@ class Driver(EngineDriver):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
         self._engine = AsyncLLM.from_vllm_config(settings)
         [runner, *_] = await self._engine.collective_rpc("kvcore_runner")
+        [pieces, *_] = await self._engine.collective_rpc("kvcore_pieces")
         return {
             "engine": "vllm",
             "version": vllm.__version__,
             "device": current_platform.device_type,
             "runner": runner,
+            "pieces": pieces,
         }
 
     async def answer(self, prompt: Prompt) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
     EngineProcess(model, asynchronous=True)       asynchronous scheduling
     EngineProcess(model, env=V2)                  Model Runner V2, in Triton's interpreter
+    EngineProcess(model, **PIECEWISE)             the model's graph, split at attention, run eagerly
     EngineProcess(model, steps="FILE")            record the order of the scheduler's calls
 
-vLLM's CPU platform switches asynchronous scheduling off, and takes Model Runner V2 only if Triton
-has a CPU backend. The functions of this module undo both. Each says on standard error what it
-replaced.
+vLLM's CPU platform switches asynchronous scheduling and piecewise compilation off, and takes Model
+Runner V2 only if Triton has a CPU backend. The functions of this module undo that. Each says on
+standard error what it replaced.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 __all__ = [
+    "PIECEWISE",
     "STEPS",
     "V2",
     "V2_RUNNER",
     "InWorker",
     "Overlap",
     "interpret",
-    "keep_asynchronous",
+    "keep",
     "overlap",
     "record",
     "sample_rows_at_once",
@@ -34,6 +36,21 @@ __all__ = [
 
 V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 """Environment variables of an engine's process for Model Runner V2 on a CPU."""
+
+PIECEWISE: Mapping[str, Any] = {
+    "piecewise": True,
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 3,
+        "backend": "eager",
+        "compile_sizes": [],
+        "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
+    },
+}
+"""Arguments for ``torch.compile`` in pieces, as on a GPU, which are then run without a compiler.
+
+The passes that are off need modules of CUDA builds. On a CPU nothing else sets ``compile_sizes``.
+"""
 
 V2_RUNNER = "vllm.v1.worker.cpu.model_runner"
 """Module of Model Runner V2's class for a CPU."""
@@ -61,8 +78,11 @@ def interpret() -> None:
     _say("Triton's kernels are interpreted, behind a CPU backend that Triton does not have")
 
 
-def keep_asynchronous() -> None:
-    """Have vLLM's CPU platform leave asynchronous scheduling as vLLM chose it. Idempotent.
+def keep(asynchronous: bool, piecewise: bool) -> None:
+    """Have vLLM's CPU platform leave settings as vLLM chose them.
+
+    With ``asynchronous``, that is asynchronous scheduling. With ``piecewise``, it is the mode and
+    the backend of the compilation: the model's graph is split at the attention of each layer.
 
     Needed only in the process that makes the engine's config, which the others are given.
     """
@@ -70,17 +90,22 @@ def keep_asynchronous() -> None:
 
     platform: Any = CpuPlatform
     check = platform.check_and_update_config.__func__
-    if getattr(check, "keeps", False):
-        return
 
     def keeping(cls: type[Any], vllm_config: Any) -> None:
-        chosen = vllm_config.scheduler_config.async_scheduling
+        scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+        chosen = scheduler.async_scheduling
+        compiled = compilation.mode, compilation.backend
         check(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = chosen
+        if asynchronous:
+            scheduler.async_scheduling = chosen
+        if piecewise:
+            compilation.mode, compilation.backend = compiled
 
-    keeping.keeps = True  # type: ignore[attr-defined]
     platform.check_and_update_config = classmethod(keeping)
-    _say("asynchronous scheduling, which vLLM's CPU platform switches off, is left on")
+    if asynchronous:
+        _say("asynchronous scheduling, which vLLM's CPU platform switches off, is left on")
+    if piecewise:
+        _say("the graph is split in pieces, which vLLM's CPU platform switches off")
 
 
 def record(vllm_config: Any, path: str) -> None:
@@ -107,6 +132,12 @@ class InWorker:
         if os.environ.get("TRITON_INTERPRET") == "1" and kind.__module__ == V2_RUNNER:
             sample_rows_at_once()
         return f"{kind.__module__}.{kind.__qualname__}"
+
+    def kvcore_pieces(self) -> int:
+        """Return into how many pieces ``torch.compile`` has split graphs in this worker."""
+        from vllm.compilation.counter import compilation_counter
+
+        return int(compilation_counter.num_piecewise_graphs_seen)
 
 
 def sample_rows_at_once() -> None:
