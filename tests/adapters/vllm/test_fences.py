@@ -18,8 +18,9 @@ from kvcore.manager import KVManager
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
+from kvcore_vllm.fences import unknown_writers
 from kvcore_vllm.messages import StepPlan
-from kvcore_vllm.scheduler import SchedulerSide, unknown_writers
+from kvcore_vllm.scheduler import SchedulerSide
 
 MODEL = ModelDescription(
     BlockShape(2, 2, 64, 16, "float16"), (LayerGroup(0, 16, (0, 1)),), b"f" * 32, 1
