@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -260,6 +260,7 @@ def _verify(
     """Verify the layout of each group of pages. Raises LayoutError: see `round_trip.verify`."""
     context = vllm_config.compilation_config.static_forward_context
     ops = load_plugins(config).ops()
+    dtype = cast("torch.dtype", vllm_config.model_config.dtype)  # vLLM has resolved its name
     for group, view in zip(groups, views, strict=True):
         layers = [context[name] for name in group.names]
-        verify(layers, view, shape, vllm_config.model_config.dtype, ops)
+        verify(layers, view, shape, dtype, ops)

@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
@@ -392,8 +392,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
         loaded, self._load_pages = self._load_pages, []
-        ids = set(self._users.graphs)
-        if ids and not unknown_writers(type(output)):
+        ids, kind = set(self._users.graphs), cast("Any", type(output))
+        if ids and not unknown_writers(kind):
             written = written_pages(output).union(loaded)
             ids = {graph_id for _, saves in self._users.among(written) for graph_id in saves}
         return sorted(ids - {graph.graph_id for graph in plan.late_saves})
