@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.plugins.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes
+from kvcore.plugins.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
 from kvcore_sglang.hooks import FUSION_HOOKS, HOLD_HOOKS, HOOKS, PUBLISHING, TIME_HOOKS, Hook
 from kvcore_sglang.plugin import LINKER_PROBE, STORAGE_PROBE
 
@@ -32,7 +32,7 @@ def _target(path: str) -> str:
     return f"{module}:{name}.{method}"
 
 
-_AS_LINKER = (
+_AS_LINKER: tuple[Want, ...] = (
     Has(f"{_UNIFIED}.linker_config:UnifiedCacheLinkerConfig.linker_extra_config"),
     Overrides(
         (f"{_LINKER}:UnifiedCacheLinker",),
