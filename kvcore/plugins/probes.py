@@ -41,6 +41,7 @@ __all__ = [
     "Standing",
     "Takes",
     "Verdict",
+    "Want",
     "judge",
     "judge_sources",
     "require",

@@ -294,5 +294,6 @@ def _members(owner: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_set_on_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    return stored and isinstance(node.value, ast.Name) and node.value.id == "self"
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+        return False
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
