@@ -1,15 +1,43 @@
 """Faults at every seam of a real vLLM: answers stay right, come in time, and reuse comes back.
 
-The matrix with every pair of fault and seam is the reference engine's
-(tests/unit/testing/test_fault_matrix.py).
+Each runs with asynchronous scheduling, on Model Runner V1 and on V2. Faults of copies run with
+synchronous scheduling too, where loads are part of a step. The matrix with every pair of fault and
+seam is the reference engine's (tests/unit/testing/test_fault_matrix.py).
 """
+
+from __future__ import annotations
 
 import pytest
 
+from kvcore.testing.faults.cells import BLENDS, DISK, Bench, Cell, cell_id
 from kvcore.testing.faults.contract import FaultContract
+from kvcore.testing.faults.plan import Seam
+from kvcore_vllm.testing.rig import V2
 
 pytestmark = pytest.mark.engine
+
+COPIES = [
+    cell
+    for cell in [*DISK, *BLENDS]
+    if {rule.seam for rule in cell.rules} & {Seam.LOAD, Seam.SAVE, Seam.DEVICE}
+]
 
 
 class TestFaults(FaultContract):
     engine = "vllm"
+
+
+class TestFaultsOnModelRunnerV2(FaultContract):
+    engine = "vllm"
+    environment = V2
+
+
+class TestFaultsOfLoadsInAStep(FaultContract):
+    engine = "vllm"
+    engine_args = {"asynchronous": False}  # noqa: RUF012 - not changed
+    test_over_a_store = None
+    test_killed_in_the_middle_of_a_write = None
+
+    @pytest.mark.parametrize("cell", COPIES, ids=lambda cell: f"{cell.by}-{cell_id(cell)}")
+    def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
+        disk.run(cell)

@@ -4,6 +4,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +29,8 @@ MATTERS = (
     "a-blend-that-fails",
 )
 VERSIONS = ("0.30", "0.32", "0.33")
-ENVIRONMENTS = Path(__file__).parents[2] / ".venvs"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venvs"
 
 
 def interpreter(version: str) -> Path | None:
@@ -44,3 +50,52 @@ def test_cases_that_differ(version: str, runs: str, tmp_path: Path) -> None:
     for result in results:
         print(f"{driver.name} {result.case}: {result.outcome} in {result.seconds} s {result.why}")
     assert {r.case: (r.outcome, r.why) for r in results} == dict.fromkeys(MATTERS, ("passed", ""))
+
+
+PROGRAM = """
+import sys, time
+import kvcore, vllm
+
+if __name__ == "__main__":
+    print("versions", vllm.__version__, kvcore.__file__)
+    transfer = {"kv_connector": "KVCoreConnector", "kv_role": "kv_both"}
+    llm = vllm.LLM(
+        sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=512,
+        dtype="float32", kv_transfer_config=transfer, kv_cache_memory_bytes=64 << 20,
+    )
+    report = {"kv_transfer_params": {"kvcore": {"report": True}}}
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=4, detokenize=False, extra_args=report)
+    for _ in range(2):
+        [got] = llm.generate([{"prompt_token_ids": list(range(1, 300))}], greedy, use_tqdm=False)
+        print("answer", got.outputs[0].token_ids, got.kv_transfer_params["kvcore"]["tiers"])
+        time.sleep(1)  # saves end in the background
+        llm.reset_prefix_cache()
+"""
+
+
+def test_the_built_wheel_serves_beside_the_newest_vllm(model: Path, tmp_path: Path) -> None:
+    """kvcore as pip installs it, and nothing of this checkout."""
+    python = interpreter(VERSIONS[-1])
+    assert python is not None
+    if not python.exists():
+        pytest.skip(f"there is no {python}: make env-compat makes it")
+    source, site, program = (tmp_path / name for name in ("source", "site", "program.py"))
+    left_out = shutil.ignore_patterns(".*", "results", "__pycache__", "*.so", "site")
+    shutil.copytree(ROOT, source, ignore=left_out)
+    pip = [sys.executable, "-m", "pip", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, source], check=True, timeout=300)
+    [wheel] = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, wheel], check=True, timeout=300)
+    program.write_text(PROGRAM)
+    env = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    env |= {"KVCORE__HOST__CAPACITY": "64MiB", "KVCORE__VLLM__MIN_LOAD_TOKENS": "1"}
+    ran = subprocess.run(
+        [python, program, model], env=env, cwd=tmp_path, text=True, capture_output=True, timeout=800
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    [[version, file]] = re.findall(r"^versions (\S+) (\S+)$", ran.stdout, re.MULTILINE)
+    assert version.startswith(VERSIONS[-1])
+    assert site in Path(file).parents
+    [cold, hit] = re.findall(r"^answer (\S.*\]) (\{.*\})$", ran.stdout, re.MULTILINE)
+    assert cold[0] == hit[0]
+    assert (cold[1], hit[1][:8]) == ("{}", "{'host':")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,6 +61,10 @@ class FaultContract:
     """Whatever fails, answers are right and in time, nothing leaks, and reuse recovers."""
 
     engine: ClassVar[str]
+    engine_args: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the engine in addition to those of `kvcore.harness.compare.small_engine`."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of the engine with kvcore."""
     store_plugin: ClassVar[str] = "objects"
     """The store's plugin: "objects", in a folder, or "memory-store".
 
@@ -108,7 +112,9 @@ class FaultContract:
     ) -> Iterator[EngineProcess]:
         path = [str(control.folder)] if control is not None else []
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
-        with small_engine(model, keep_on_reset(cls.engine, kvcore), env, cls.engine) as process:
+        env.update(cls.environment)
+        kvcore = keep_on_reset(cls.engine, kvcore)
+        with small_engine(model, kvcore, env, cls.engine, **cls.engine_args) as process:
             yield process
 
     @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
