@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvcore.harness.compare import answers, assert_same_answers, small_engine
+from kvcore.harness.engine_process import Generation
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_DISK, write_plugin
@@ -28,7 +30,8 @@ PAGE = 16
 def test_what_was_stored_is_found_and_failed_reads_are_computed(
     version: str, model: Path, tmp_path: Path
 ) -> None:
-    """A miss, hits after a restart and after a flush, and reads that fail: the same tokens."""
+    """A miss, hits after a restart and after a flush, and pages that
+    are corrupt or cannot be read: the same tokens."""
     python = ENVIRONMENTS / f"sglang-{version}" / "bin" / "python"
     if not python.exists():
         pytest.skip(f"there is no {python}: tools/env.py sglang-{version} makes it")
@@ -47,7 +50,7 @@ def test_what_was_stored_is_found_and_failed_reads_are_computed(
     with engine(**args) as process:
         cold = answers(process, prompts)
         assert_same_answers(cold, expected)
-        assert not any(answer.cached_tokens for answer in cold)
+        assert _cached(cold) == 0
         stored(kept, PAGE, prompts)
     with engine(**args) as process:
         for _ in range(2):
@@ -55,11 +58,21 @@ def test_what_was_stored_is_found_and_failed_reads_are_computed(
             assert_same_answers(warm, expected)
             assert_from_storage(warm, prompts, PAGE)
             process.reset_prefix_cache()
+        write_rules(rules, Rule(Fault.BIT_FLIP, Seam.FILE_READ, rate=1 / 40))
+        some = answers(process, prompts)
+        assert_same_answers(some, expected)
+        assert "a stored page is corrupt and was dropped" in process.log.read_text()
+        assert 0 < _cached(some) < _cached(warm)
+        process.reset_prefix_cache()
         write_rules(rules, Rule(Fault.ERROR, Seam.TIER_READ))
         failed = answers(process, prompts)
         assert_same_answers(failed, expected)
-        assert not any(answer.cached_tokens for answer in failed)
+        assert _cached(failed) == 0
         assert "the tier shelf failed" in process.log.read_text()
+
+
+def _cached(got: Sequence[Generation]) -> int:
+    return sum(answer.cached_tokens for answer in got)
 
 
 def test_the_stand_in_finds_the_slots_that_sglang_finds() -> None:
