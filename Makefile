@@ -28,7 +28,7 @@ help:
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
-	@echo "make env-compat  vLLM 0.30 and 0.33, in layers over the environment of 0.32"
+	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make test-compat  the probes against each listed release of the engines, from its wheel"
 	@echo "make lint        ruff, mypy --strict and the import contract"
@@ -40,10 +40,11 @@ help:
 env:
 	@$(PYTHON) tools/env.py vllm
 
-# The oldest and the newest vLLM that kvcore is tested with, beside the environment's own.
-env-compat: env
+# The oldest and the newest engines that kvcore is tested with, beside the environments' own.
+env-compat: env env-sglang
 	@$(PYTHON) tools/env.py vllm-0.30
 	@$(PYTHON) tools/env.py vllm-0.33
+	@$(PYTHON) tools/env.py sglang-0.5.20
 
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
@@ -56,7 +57,7 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
-test: env env-compat env-sglang
+test: env-compat
 	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
@@ -99,4 +100,4 @@ clean:
 	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV) .venvs/sglang .venvs/vllm-*
+	rm -rf $(VENV) .venvs/sglang .venvs/vllm-* .venvs/sglang-*

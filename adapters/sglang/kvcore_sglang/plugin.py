@@ -143,7 +143,7 @@ def status() -> str:
     return "no sglang.srt.plugins entry point: reinstall kvcore"
 
 
-TRIED = ("0.5.23",)
+TRIED = ("0.5.20", "0.5.21", "0.5.22", "0.5.23")
 """Releases that have served with kvcore; docs/sglang.md says in which configurations."""
 
 ENGINE = EngineSpec("sglang", ("sglang",), serve, status, "sglang", TRIED, probes)

@@ -180,6 +180,36 @@ def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
     assert env.main([*command, "--check"]) == 1, "its base is not the one that it was made over"
 
 
+def test_a_layer_of_sglang_is_its_wheel_over_sglang_s_environment(
+    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the environments and the steps are real here
+    monkeypatch.setattr(env, "ROOT", tmp_path)
+    base = tmp_path / ".venvs" / "sglang"
+    command = ["sglang-0.5.20", "--device", "cpu"]
+    assert env.main(command) == 1, "there is no base"
+    subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+    below = env.Environment(base, tmp_path / "log")
+    (below.site / "torch.py").write_text("version = 'of the base'\n")
+    below.stamp({"engine": "one"})
+    real = env.Environment.pip
+
+    def pip(self: object, *arguments: str) -> None:
+        if arguments[0] != "download":
+            real(self, *arguments)
+            return
+        assert arguments[-1] == "sglang==0.5.20"
+        folder = Path(arguments[arguments.index("--dest") + 1])
+        env.empty_wheel(folder, "sglang", "0.5.20", "an older one")
+
+    monkeypatch.setattr(env.Environment, "pip", pip)
+    assert env.main(command) == 0
+    layer = env.Environment(tmp_path / ".venvs" / "sglang-0.5.20", tmp_path / "log", base)
+    code = "import torch, importlib.metadata as m; print(torch.version, m.version('sglang'))"
+    assert layer.output(code).strip() == "of the base 0.5.20"
+    assert not list(layer.site.glob("vllm*"))
+
+
 def test_stand_ins_are_let_be_until_kvcore_is_there(env: ModuleType, tmp_path: Path) -> None:
     """Python runs the file at each start, and pip's is before kvcore is installed."""
     (tmp_path / env.STAND_INS).write_text(env.INSTALL_STAND_INS)

@@ -310,11 +310,13 @@ def _with_hicache(engine_args: dict[str, Any], start_method: str) -> dict[str, A
             f"HiCache on a CPU with start_method={start_method!r}: its processes must be forks of "
             "this one, which has the stand-ins; use 'fork'"
         )
+    from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.mem_cache.pool_host import base, mha
 
-    from kvcore_sglang.testing.hicache import SETTINGS, stand_in
+    from kvcore_sglang.testing.hicache import SETTINGS, find_slots_in_python, stand_in
 
     stand_in(base, mha)
+    find_slots_in_python(paged)
     return {**SETTINGS, **engine_args}
 
 
@@ -379,7 +381,8 @@ def preload(model: str) -> None:
     _import_one_model(architecture_of(model))
     from sglang.srt.entrypoints import engine  # noqa: F401
 
-    import kvcore_sglang.linker  # noqa: F401
+    with contextlib.suppress(UnsupportedError):  # an older SGLang has no linkers
+        import kvcore_sglang.linker  # noqa: F401
 
 
 def run(descriptor: int) -> None:

@@ -4,6 +4,7 @@
                         it is all allocated from the start, as pinned memory is
     reserved memory     1 GiB is left to other programs instead of 10 GiB
     transfer_kv_direct  SGLang imports it for GPUs only; here torch copies slices
+    slots of pages      SGLang before 0.5.22 finds them with Triton on a CPU too; here Python does
 
 Only for ``hicache_io_backend="direct"`` with ``hicache_mem_layout="layer_first"``: with these
 settings all copies use that function.
@@ -12,7 +13,8 @@ settings all copies use that function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcore.errors import UnsupportedError
@@ -20,7 +22,7 @@ from kvcore.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SETTINGS", "stand_in", "transfer_kv_direct"]
+__all__ = ["SETTINGS", "extend_slots", "find_slots_in_python", "stand_in", "transfer_kv_direct"]
 
 SETTINGS = {"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}
 """The engine's arguments with which HiCache runs here."""
@@ -43,11 +45,63 @@ def stand_in(base: Any, mha: Any) -> None:
 
         @functools.wraps(real)
         def unpinned(self: Any, *args: Any, **options: Any) -> None:
-            real(self, *args, **{**options, "pin_memory": False})
+            given = inspect.signature(real).bind(self, *args, **options)
+            given.arguments["pin_memory"] = False
+            real(*given.args, **given.kwargs)
             for buffer in _tensors(self.kv_buffer):
                 buffer.zero_()
 
         base.HostKVCache.__init__ = unpinned
+
+
+def find_slots_in_python(paged: Any) -> None:
+    """Replace the Triton kernels of the module ``mem_cache.allocator.paged`` if a CPU needs them.
+
+    Idempotent. Takes effect in this process and its later forks.
+    """
+    if not hasattr(paged, "alloc_decode_naive"):
+        paged.alloc_extend_kernel = _Launch(extend_slots)
+        paged.alloc_decode_kernel = _Launch(_decode_slots)
+
+
+class _Launch:
+    """A function that is called as a Triton kernel is: ``kernel[grid](...)``."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self._function
+
+
+def extend_slots(
+    prefix_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    last_loc: torch.Tensor,
+    free_pages: torch.Tensor,
+    out_indices: torch.Tensor,
+    padded: int,
+    page_size: int,
+) -> None:
+    """Write the slots of tokens ``prefix_lens`` to ``seq_lens`` of each request to ``out_indices``.
+
+    ``last_loc`` has the slot of the last token of each prefix. A page that is begun is taken from
+    ``free_pages``, from the first on. If there are too few, the slots are of no use, and SGLang
+    drops them. ``padded`` is for the kernel only.
+    """
+    slots: list[int] = []
+    pages = iter(free_pages.tolist())
+    requests = zip(prefix_lens.tolist(), seq_lens.tolist(), last_loc.tolist(), strict=True)
+    for start, end, slot in requests:
+        for position in range(start, end):
+            slot = slot + 1 if position % page_size else next(pages, 0) * page_size
+            slots.append(slot)
+    out_indices.copy_(out_indices.new_tensor(slots))
+
+
+def _decode_slots(seq_lens: torch.Tensor, *rest: Any) -> None:
+    """Do what `extend_slots` does, for the last token of each request."""
+    extend_slots(seq_lens - 1, seq_lens, *rest)
 
 
 def _tensors(buffers: Any) -> Sequence[torch.Tensor]:
