@@ -9,7 +9,6 @@ from __future__ import annotations
 from kvcore.plugins.probes import Binds, Fields, Has, Overrides, Probe, Takes
 
 FUSION = "blends"
-HOOKS = "attention hooks"
 LORA = "blends with LoRA"
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -48,11 +49,18 @@ class Request(SimpleNamespace):
         """Return None: the reason is only recorded."""
 
 
+WINDOWED = replace(MODEL, groups=(LayerGroup(0, BLOCK, (0,)), LayerGroup(1, BLOCK, (1,))))
+"""Layer 1 has a window, and pages of its own."""
+
+
 class Engine:
     """A leader, requests that run, and workers that end every save by the next step."""
 
-    def __init__(self, requests: int, *, tail: int = 1, **vllm: Any) -> None:
+    def __init__(
+        self, requests: int, *, tail: int = 1, model: ModelDescription = MODEL, **vllm: Any
+    ) -> None:
         config = load_config(None, {"vllm": vllm})
+        self._groups = range(len(model.groups))
         index, self.outbox = BlockIndex([TierSpec("host", 40 * requests)]), Outbox(1)
         metrics, recorder = Metrics("leader"), RequestRecorder()
         recorder.count_in(metrics)
@@ -60,7 +68,7 @@ class Engine:
         parts = SchedulerParts[Any](
             manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
         )
-        self.side = SchedulerSide(config, MODEL, parts, self.outbox, {})
+        self.side = SchedulerSide(config, model, parts, self.outbox, {})
         self.requests = {f"r{i}": self._request(i, PROMPT + i * tail) for i in range(requests)}
         self.saved: Counter[str] = Counter()
         for request in self.requests.values():
@@ -122,7 +130,9 @@ class Engine:
 
     def _pages(self, name: str) -> list[list[int]]:
         first = 1 + int(name[1:]) * 100
-        return [list(range(first, first + 100))]
+        return [
+            [page + 10_000 * group for page in range(first, first + 100)] for group in self._groups
+        ]
 
     def blocks_saved(self, name: str) -> int:
         return self.side._requests[name].saved_blocks
@@ -201,6 +211,12 @@ def test_generated_tokens_are_saved_in_runs_and_the_rest_at_the_end() -> None:
     engine.side.request_finished(request, engine._pages("r0"))
     [last] = engine.side._plan.early_saves
     assert last.num_rows == request.computed // BLOCK - 192 // BLOCK == 3
+
+
+def test_pages_that_may_leave_a_window_are_saved_as_soon_as_they_are_full() -> None:
+    engine = Engine(1, model=WINDOWED)
+    counts = [graph.num_rows for _ in range(150) for graph in engine.step({"r0": 1})]
+    assert counts == [1] * 9  # up to tokens 112, 128 ... 240
 
 
 def test_a_request_that_ended_is_not_looked_at_again() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvcore.errors import TransferError
+from kvcore.fusion.options import FusionOptions
 from kvcore.transfer.graph import SKIP, TransferGraph
+from kvcore_vllm.fusion_scheduler import VllmFusionRequest
+from kvcore_vllm.tracked import Offer
 from support.vllm_leader import BLOCK, PAGES, LeaderRig
 
 
@@ -98,8 +102,24 @@ def test_a_request_aborted_before_its_pages_are_filled_saves_nothing(
 ) -> None:
     offered, _ = ask(rig)
     assert (take(rig, offered + refused) is None) == refused
+    rig.manager.clear()  # a tier that holds the blocks would be reason enough to save nothing
     request = rig.requests["r"]
     request.num_computed_tokens = offered
     request.get_finished_reason = lambda: "abort"
-    rig.side.request_finished(request, [np.arange(26).tolist()])
+    rig.side.request_finished(request, PAGES.get_block_ids())
     assert rig.side._plan.early_saves == []
+
+
+@pytest.mark.parametrize("less", [0, 1])
+def test_a_blend_is_taken_up_whole_or_computed(rig: LeaderRig, less: int) -> None:
+    ask(rig)
+    blend, orders, order = SimpleNamespace(reused=400), rig.side._plan.blends, cast("Any", object())
+    rig.side._fusion = cast(
+        "Any", SimpleNamespace(layer_steps=(), order_marked=lambda request, fusing, pages: order)
+    )
+    tracked = rig.side._requests["r"]
+    tracked.offer = Offer(0, 400, 0, blend=cast("Any", blend))
+    tracked.fusing = VllmFusionRequest("r", FusionOptions(), due=True)
+    rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 400 - less)
+    assert orders == ([] if less else [order])
+    assert rig.side._plan.failed_loads == (["r"] if less else [])

@@ -28,14 +28,20 @@ def side() -> SchedulerSide:
     return made
 
 
+def pages_of(*groups: list[int]) -> Any:
+    return SimpleNamespace(block_ids=groups, new_block_ids=[None, groups])
+
+
 @pytest.mark.parametrize(
     "written",
     [
+        {"scheduled_new_reqs": [pages_of([1], [3])]},
+        {"scheduled_cached_reqs": pages_of([1], [3])},
         {"new_block_ids_to_zero": [1, 3]},
         {"kv_cache_block_copies": [KVCacheBlockCopy(src_block_id=7, dst_block_id=4)]},
         {"block_table_updates": {"r": ([1, 2], [4])}},
     ],
-    ids=["zeroed", "copied to", "put into a table"],
+    ids=["of a new request", "of a running request", "zeroed", "copied to", "put into a table"],
 )
 def test_a_save_is_waited_for_before_vllm_writes_its_pages(
     side: SchedulerSide, written: dict[str, Any]
@@ -45,6 +51,13 @@ def test_a_save_is_waited_for_before_vllm_writes_its_pages(
     for name, value in written.items():
         setattr(output, name, value)
     assert side._fences(StepPlan(), output) == [9]
+
+
+def test_a_save_is_waited_for_before_a_load_writes_its_pages(side: SchedulerSide) -> None:
+    """Its request is not in the step's output: it is scheduled once the load has ended."""
+    side._load_pages = [1, 3]
+    assert side._fences(StepPlan(), SchedulerOutput.make_empty()) == [9]
+    assert side._fences(StepPlan(), SchedulerOutput.make_empty()) == []
 
 
 def test_a_page_that_is_copied_from_needs_no_fence(side: SchedulerSide) -> None:

@@ -14,7 +14,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import TransferError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import KVManager
+from kvcore.manager import KVManager, Readiness
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -165,6 +165,16 @@ def test_a_request_that_finds_no_pages_is_one_miss_however_often_vllm_asks() -> 
     side.take(0)
     assert side.misses == {"not_cached": 1}
     assert side.metrics.snapshot()["kvcore_lookup_tokens_total"] == {"miss|": 401}
+
+
+def test_a_request_that_cannot_load_now_is_one_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    monkeypatch.setattr(side.manager, "can_load", lambda *_: Readiness.NEVER)
+    for _ in range(5):
+        assert side.ask() == (0, False)
+    assert side.misses == {}
+    side.take(0)
+    assert side.misses == {"busy": 1}
 
 
 def test_a_miss_that_became_a_hit_is_none() -> None:

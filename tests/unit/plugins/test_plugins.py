@@ -332,6 +332,8 @@ def test_a_vllm_that_names_the_connector_fails_with_the_probe(
     emptied = replace(adapter.ENGINE, distributions=("pytest",), package="emptied")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(adapter, "ENGINE", emptied)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)  # what another test loaded would be read
     adapter.verdict.cache_clear()
     with pytest.raises(UnsupportedError, match=r"probe '\w+' and \d+ more failed.*0.33.0"):
         adapter.KVCoreConnector  # noqa: B018 - what vLLM's factory does
