@@ -470,6 +470,9 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         for report in blends:
             if self._fusion is not None:
                 self._fusion.take_report(report)
+            tracked = self._requests.get(int(report.request_id))
+            if tracked is not None and not report.ok:
+                tracked.reused.pop("blend", None)
 
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Handle the reports and the counters of all ranks."""
