@@ -224,6 +224,7 @@ def test_a_future_token_changes_no_earlier_row_and_chunks_that_fail_are_computed
         flag.unlink()
         assert_same_answers(failed, answers(process, asked, fusion=EXACT, cache_salt="apart"))
         assert all("error" in a.kvcore["fusion"] for a in failed), [a.kvcore for a in failed]
+        assert not any("blend" in a.kvcore["tiers"] for a in failed), [a.kvcore for a in failed]
         assert counted(process, "kvcore_blends_total", outcome="failed") > 0
 
 

@@ -69,7 +69,7 @@ class LeaderRig:
         return self.side.get_num_new_matched_tokens(asked, 0)
 
     def load(self, name: str) -> TransferGraph:
-        """As vLLM does with what was promised."""
+        """Take up the offer as vLLM does, and return the graph of the load."""
         before = len(self.side._plan.async_loads)
         self.side.update_state_after_alloc(self.requests[name], PAGES, 400)
         loads = self.side._plan.async_loads

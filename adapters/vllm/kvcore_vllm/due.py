@@ -1,4 +1,4 @@
-"""Which requests may complete a block in a step, without a look at all that run.
+"""Finds the requests that may complete a block in a step, without looking at every running one.
 
 A request that decodes gets one token a step. It completes its next block no earlier than as many
 steps from now as the block lacks tokens, and is not looked at before. A request that gets more

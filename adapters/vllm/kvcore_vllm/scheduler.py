@@ -378,6 +378,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             pages = state.get_block_ids(request.request_id)
             if pages is not None:
                 self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append)
+        if tracked.exact_blocks(reached, self._block) < reached // self._block:
+            return  # what follows is approximate, and is never saved
         run = self._decode_run if reached >= request.num_prompt_tokens else 1
         missing = (tracked.saved_blocks // run + 1) * run * self._block - reached
         self._due.again(request.request_id, max(missing, 1))

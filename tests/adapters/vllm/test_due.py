@@ -15,6 +15,7 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
+from kvcore.fusion.options import FusionOptions
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import KVManager
 from kvcore.model.shape import BlockShape
@@ -22,6 +23,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm import scheduler
+from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 from kvcore_vllm.messages import KVCoreWorkerMetadata
 from kvcore_vllm.scheduler import SchedulerSide
 
@@ -241,3 +243,16 @@ def test_prompts_only_stops_looking_when_a_request_decodes() -> None:
     for _ in range(BLOCK * 5):
         assert not engine.step(one_each)
     assert not Request.seen
+
+
+def test_a_blended_request_is_looked_at_no_more_once_it_is_approximate() -> None:
+    engine = Engine(1)
+    tracked = engine.side._requests["r0"]
+    options = FusionOptions(enabled=True)
+    tracked.fusing = VllmFusionRequest("r0", options, approximate_from=PROMPT)
+    engine.step({"r0": 2 * BLOCK})  # several tokens: it is looked at
+    assert tracked.saved_blocks == PROMPT // BLOCK
+    Request.seen.clear()
+    for _ in range(3 * RUN):
+        assert engine.step({"r0": 1}) == []
+    assert Request.seen["r0"] == 0

@@ -1,4 +1,4 @@
-"""Which saves a step waits for when vLLM has a way to write pages that kvcore does not know."""
+"""A step waits for every save if vLLM may write pages in a way that kvcore does not know."""
 
 from __future__ import annotations
 
