@@ -11,9 +11,9 @@ from kvcore.testing.conformance import CASES, Kit, find_driver, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-QUICK = ("clear-forgets", "metrics-add-up", "disk-hit-after-restart")
-"""A clear, a case in which nothing but SGLang's own numbers is right, and one of three engines in
-turn that one process serves."""
+QUICK = ("clear-forgets", "metrics-add-up", "disk-hit-after-restart", "a-blend-that-fails")
+"""A clear, a case in which nothing but SGLang's own numbers is right, one of three engines in turn
+that one process serves, and blends that fail."""
 
 
 def test_quick_cases(tmp_path: Path) -> None:

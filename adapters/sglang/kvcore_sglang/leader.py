@@ -439,8 +439,6 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         if self._fusion is not None:
             for blended in self._local.take_blends():
                 self._fusion.take_report(blended)
-                if not blended.ok:
-                    self._served.get(blended.request_id, {}).pop("blend", None)
         counted = self._local.metrics.delta()
         profile, forwards = self._local.take_profile(), self._local.take_forwards()
         self.recorder.learn(counted, profile, forwards)
