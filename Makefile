@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-compat env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels lint bench docs docs-site clean clean-env
+.PHONY: help env env-compat env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
+	@echo "make test-adversary  attacks on real tiers, stores, servers and sockets (docs/security.md)"
 	@echo "make test-compat  the probes against each listed release of the engines, from its wheel"
 	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"
@@ -75,6 +76,10 @@ test-unit: env
 
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)
+
+test-adversary: env
+	$(RUN) -m kvcore.harness.models smollm2
+	$(RUN) -m pytest tests/adversary $(SPREAD) $(PYTEST)
 
 test-compat: env
 	$(RUN) -m tools.compat $(COMPAT)

@@ -1,6 +1,6 @@
 """Hooks of the docs site: pages from the top of the repository, and links out of docs/.
 
-    index, contributing, releasing, security, changelog    made from README.md and the like
+    index, contributing, releasing, reporting, changelog   made from README.md and the like
     links to other files of the repository                 to the repository's page of that file if
                                                            `repo_url` is set, else plain text
 
@@ -24,7 +24,7 @@ PAGES = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "releasing.md": "RELEASING.md",
-    "security.md": "SECURITY.md",
+    "reporting.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 """Pages of the site that are files at the top of the repository."""
