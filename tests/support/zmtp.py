@@ -32,6 +32,7 @@ class Stranger:
 
     def ready(self, kind: bytes = b"DEALER", **more: bytes) -> Stranger:
         """End the handshake of one without keys. ``more`` are properties of the connection."""
+        self.socket.recv(64, socket.MSG_WAITALL)  # libzmq stalls if everything comes at once
         said = {b"Socket-Type": kind, **{key.encode(): value for key, value in more.items()}}
         properties = b"".join(
             bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
