@@ -59,12 +59,12 @@ class Entrance:
     """Where the sockets of one context listen, and who may speak to them.
 
     At tcp:// a `Gate` stands before each socket, and with ``keys``, a folder of CURVE keys, only
-    their owners are heard. A local socket (ipc://) is for this user. Close the sockets before
-    `close`.
+    their owners are heard. A local socket (ipc://) is for this user.
     """
 
     def __init__(self, context: Any, keys: Path | None = None) -> None:
         """Read the keys. Raises ConfigError for keys that cannot be used."""
+        self._context = context
         self._guard = None if keys is None else Guard(context, keys)
         self._gates: list[Gate] = []
 
@@ -82,8 +82,13 @@ class Entrance:
         return str(socket.get(zmq.LAST_ENDPOINT).decode())
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
-        for gate in self._gates:
-            gate.stop()
+        """Stop listening, and end the context. Idempotent.
+
+        The sockets must be closed already, so that nobody is heard without the guard. Blocks for as
+        long as they linger.
+        """
         if self._guard is not None:
             self._guard.stop()
+        self._context.term()
+        for gate in self._gates:
+            gate.stop()

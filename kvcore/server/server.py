@@ -167,7 +167,6 @@ class Server:
         """Close the socket before its guard, so that nobody is heard without one."""
         self._socket.close()
         self._entrance.close()
-        self._context.term()
 
     def run(self) -> None:
         """Serve until `stop` is called, then close. Blocks."""

@@ -380,4 +380,4 @@ def test_the_keys_of_an_engine_send_no_commands(start: Start, folder: Path, tmp_
     with pytest.raises(KVCoreError, match="may not send commands"):
         ask(Target(settings(folder, server=tcp), "", None, 60.0), o.ClearBlocks())
     with pytest.raises(ConfigError, match="operator"):
-        Server(settings(folder, server=tcp | {"admins": ["operator"]})).open()
+        Server(settings(tmp_path / "else", server=tcp | {"admins": ["operator"]})).open()

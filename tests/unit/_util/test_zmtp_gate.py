@@ -82,8 +82,9 @@ class Echo:
 
     def __init__(self, keys: Path | None = None, limits: Limits = LIMITS) -> None:
         self.context = Context()
-        self.entrance = Entrance(self.context, keys)
-        self.router = make_socket(self.context, zmq.ROUTER, message=1000, queued=8)
+        context = Context()
+        self.entrance = Entrance(context, keys)
+        self.router = make_socket(context, zmq.ROUTER, message=1000, queued=8)
         self.address = self.entrance.listen(self.router, "tcp://127.0.0.1:*", limits)
         self.frame: Any = None
         self.heard: list[tuple[str, bytes]] = []
