@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from kvcore._util.curve import Guard
 from kvcore._util.msgpack import MAX_MESSAGE
+from kvcore._util.zmtp_gate import Gate, Limits
 from kvcore.errors import UnsupportedError
 
 try:
@@ -12,10 +15,11 @@ try:
 except ImportError as error:  # pragma: no cover - everything else works without
     raise UnsupportedError("a kvcore server and its clients need pyzmq: install it") from error
 
-__all__ = ["QUEUED", "Context", "make_socket", "zmq"]
+__all__ = ["QUEUED", "Context", "Entrance", "Limits", "make_socket", "zmq"]
 
 QUEUED = 4096
 """Messages that may wait for one peer. More are dropped, and the peer's session restarts."""
+_HANDSHAKE_MS = 5000
 
 
 class Context(zmq.Context[zmq.Socket[bytes]]):
@@ -35,11 +39,56 @@ class Context(zmq.Context[zmq.Socket[bytes]]):
         pass
 
 
-def make_socket(context: Any, kind: int) -> Any:
-    """Make a socket with bounded messages and queues that does not linger when closed."""
+def make_socket(
+    context: Any, kind: int, *, message: int = MAX_MESSAGE, queued: int = QUEUED
+) -> Any:
+    """Make a socket with bounded frames and queues that does not linger when closed.
+
+    ``message`` is the largest frame in bytes, ``queued`` the messages that may wait for one peer.
+    """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-    socket.setsockopt(zmq.SNDHWM, QUEUED)
-    socket.setsockopt(zmq.RCVHWM, QUEUED)
+    socket.setsockopt(zmq.MAXMSGSIZE, message)
+    socket.setsockopt(zmq.SNDHWM, queued)
+    socket.setsockopt(zmq.RCVHWM, queued)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     return socket
+
+
+class Entrance:
+    """Where the sockets of one context listen, and who may speak to them.
+
+    At tcp:// a `Gate` stands before each socket, and with ``keys``, a folder of CURVE keys, only
+    their owners are heard. A local socket (ipc://) is for this user.
+    """
+
+    def __init__(self, context: Any, keys: Path | None = None) -> None:
+        """Read the keys. Raises ConfigError for keys that cannot be used."""
+        self._context = context
+        self._guard = None if keys is None else Guard(context, keys)
+        self._gates: list[Gate] = []
+
+    def listen(self, socket: Any, address: str, limits: Limits) -> str:
+        """Bind a socket and return its address. Raises OSError if it cannot be bound."""
+        try:
+            if address.startswith("tcp://"):
+                if self._guard is not None:
+                    self._guard.lock(socket)
+                self._gates.append(Gate(socket, address, limits))
+                return self._gates[-1].endpoint
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, str(error)) from error
+        return str(socket.get(zmq.LAST_ENDPOINT).decode())
+
+    def close(self) -> None:
+        """Stop listening, and end the context. Idempotent.
+
+        The sockets must be closed already, so that nobody is heard without the guard. Blocks for as
+        long as they linger.
+        """
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.term()
+        for gate in self._gates:
+            gate.stop()

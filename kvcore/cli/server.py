@@ -103,7 +103,7 @@ def run_server(
 ) -> None:
     """Hold KV for all engines of this machine, until interrupted."""
     if keygen is not None:
-        from kvcore.server.curve_keys import make_keys
+        from kvcore._util.curve import make_keys
 
         for path in make_keys(keygen, client):
             typer.echo(path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from kvcore.config.fields import Name, SchemaModel, Seconds, Size, parse_size
+from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds, Size, parse_size
+from kvcore.config.network import check_open
 
-__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig"]
+__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig", "is_bound"]
 
 
 class EventsConfig(SchemaModel):
@@ -17,14 +18,25 @@ class EventsConfig(SchemaModel):
     endpoint: Name | None = Field(
         default=None,
         description="ZMQ endpoint to publish at, in the format of vLLM's KV events. "
-        '"tcp://*:5557" and "ipc:///path" are bound, other addresses are connected to. Anyone who '
-        "can connect can read which blocks are held, so bind an address that only routers can "
-        "reach. Unset: no events over ZMQ.",
+        '"@tcp://127.0.0.1:5557", "tcp://*:5557" and "ipc:///path" are bound, other addresses are '
+        "connected to. An address that other hosts reach needs `keys` or `trusted_network`. Unset: "
+        "no events over ZMQ.",
     )
     replay_endpoint: Name | None = Field(
         default=None,
         description="ZMQ endpoint to bind for consumers that missed events. Without it they "
         "cannot catch up.",
+    )
+    keys: FolderPath | None = Field(
+        default=None,
+        description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`. Only consumers "
+        "with a key in it are heard. Routers made for vLLM's events have no keys.",
+    )
+    trusted_network: bool = Field(
+        default=False,
+        description="Publish without keys at addresses that other hosts reach, because a firewall "
+        "or a network policy admits only routers. Whoever else connects can read which blocks are "
+        "held, and with `token_ids` users' text.",
     )
     topic: Name = Field(
         default="kvcore", description="Topic of this engine's events. Give each engine its own."
@@ -69,6 +81,21 @@ class EventsConfig(SchemaModel):
         default=5.0,
         description="Seconds without events after which an empty batch is sent.",
     )
+
+    @model_validator(mode="after")
+    def _strangers_are_kept_out(self) -> EventsConfig:
+        for name, endpoint in (
+            ("endpoint", self.endpoint),
+            ("replay_endpoint", self.replay_endpoint),
+        ):
+            if endpoint is not None and (is_bound(endpoint) or name != "endpoint"):
+                check_open(name, endpoint.removeprefix("@"), self.keys, self.trusted_network)
+        return self
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return True if `events.endpoint` is bound; other addresses are connected to, as by vLLM."""
+    return "*" in endpoint or endpoint.startswith(("@", "ipc://", "inproc://"))
 
 
 class MemberConfig(SchemaModel):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvcore.config.fields import FolderPath, SchemaModel, Seconds
+from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds
 from kvcore.errors import ConfigError
 
 __all__ = ["ServerConfig"]
@@ -49,6 +49,12 @@ class ServerConfig(SchemaModel):
         default=None,
         description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`. TCP requires "
         "it.",
+    )
+    admins: list[Name] = Field(
+        default_factory=list,
+        description="Clients whose keys may send commands of `kvcore ctl` over TCP, by the names "
+        "given with `--client`. Engines need no such right. At a local socket every process of the "
+        "same user may.",
     )
     models: int = Field(
         default=1,

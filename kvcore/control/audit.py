@@ -11,6 +11,7 @@ import os
 import time
 from typing import Any
 
+from kvcore._util.curve import curve_key
 from kvcore._util.fd import Descriptor
 from kvcore.config.fields import expand_user
 from kvcore.errors import ConfigError
@@ -65,22 +66,21 @@ class AuditLog:
             self._file.close()
 
 
-def identity(frame: Any) -> str:
+def identity(frame: Any, *, curve: bool = False) -> str:
     """Return who sent a ZeroMQ frame: the key of a CURVE client, or the process at a local socket.
 
-    The kernel vouches for a local peer, CURVE for a key. A name given by the client proves nothing.
+    The kernel vouches for a local peer, and CURVE for a key, if the socket is locked with it. A
+    name given by the client proves nothing, and neither does a key that it names elsewhere.
     """
     import zmq
 
-    for key in ("User-Id", "Peer-Address"):
-        try:
-            said = str(frame.get(key))
-        except zmq.ZMQError:
-            continue
-        if key == "User-Id" and said:
-            return f"curve key {said}"
-        parts = said.rsplit(":", 3)
-        if len(parts) == 4:  # a local socket: host, uid, gid, pid
-            return f"uid {parts[1]} pid {parts[3]}"
-        return f"address {said}"
-    return "unknown"
+    if curve:
+        return f"curve key {curve_key(frame)}"
+    try:
+        said = str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "unknown"
+    parts = said.rsplit(":", 3)
+    if len(parts) == 4:  # a local socket: host, uid, gid, pid
+        return f"uid {parts[1]} pid {parts[3]}"
+    return f"address {said}"

@@ -45,6 +45,7 @@ def open_events(
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
         topic=events.topic,
+        keys=None if events.keys is None else str(events.keys),
         nats=events.nats,
         nats_stream=events.nats_stream,
         block_tokens=config.block.tokens,
@@ -97,9 +98,9 @@ def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:
     events = config.events
     found = {"topic": events.topic} if events.endpoint or events.nats else {}
     if events.endpoint:
-        found["events"] = rank_endpoint(events.endpoint, rank)
+        found["events"] = rank_endpoint(events.endpoint, rank).removeprefix("@")
     if events.endpoint and events.replay_endpoint:
-        found["replay"] = rank_endpoint(events.replay_endpoint, rank)
+        found["replay"] = rank_endpoint(events.replay_endpoint, rank).removeprefix("@")
     if events.nats:
         found["nats"] = events.nats
     return found

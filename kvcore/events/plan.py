@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -27,6 +28,7 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str | None = None
     replay_endpoint: str | None = None
     topic: str = "kvcore"
+    keys: str | None = None
     nats: str | None = None
     nats_stream: str = "KVCORE"
     block_tokens: int
@@ -83,6 +85,7 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
             rank_endpoint(self.endpoint, self.rank),
             rank_endpoint(replay, self.rank) if replay else None,
             self.topic,
+            keys=None if self.keys is None else Path(self.keys),
         )
 
     def _nats_outlet(self) -> Outlet:
@@ -100,7 +103,7 @@ def rank_endpoint(endpoint: str, rank: int | None) -> str:
     """
     if not rank:
         return endpoint
-    if not endpoint.startswith("tcp://"):
+    if not endpoint.removeprefix("@").startswith("tcp://"):
         return f"{endpoint}_dp{rank}"
     address, colon, port = endpoint.rpartition(":")
     if not colon or not port.isdecimal():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,11 +37,19 @@ from kvcore.events.wire import (
 from kvcore.index.values import Event
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
 
-__all__ = ["Outlet", "Pacing", "Publisher", "ReplayRequest"]
+__all__ = ["LostHistory", "Outlet", "Pacing", "Publisher", "ReplayRequest"]
 
 _log = logging.getLogger("kvcore.events")
 
 _CLOSE_S = 5.0
+SNAPSHOT_S = 1.0
+"""Seconds for which consumers get the same snapshot, and beyond that while it is being read."""
+_MESSAGE_BYTES = 256
+"""What Python holds for a message in the history beside its payload."""
+
+
+class LostHistory(Exception):
+    """Messages of an answer are no longer kept, because their reader is too slow."""
 
 
 class ReplayRequest(Protocol):
@@ -52,7 +60,11 @@ class ReplayRequest(Protocol):
         """`wire.SNAPSHOT`, or the first number wanted."""
 
     def answer(self, messages: Iterator[Message]) -> None:
-        """Send these messages and the end mark. Returns without waiting for the receiver."""
+        """Send these messages and the end mark. Returns without waiting for the receiver.
+
+        ``messages`` may be read later, on the publisher's thread, and raises LostHistory if that is
+        too late. It holds no messages of its own, but a snapshot is kept until it is closed.
+        """
 
 
 class Outlet(Protocol):
@@ -80,6 +92,19 @@ class Pacing:
     queue_blocks: int = 262_144
     history_bytes: int = 64 << 20
     heartbeat_s: float = 5.0
+
+
+class _Snapshot:
+    """Everything held, as messages that carry one number."""
+
+    def __init__(self, made_at: float, number: int, messages: tuple[Message, ...]) -> None:
+        self.made_at = made_at
+        self.number = number
+        self.messages = messages
+
+    def read(self) -> Iterator[Message]:
+        """Yield the messages. The snapshot is kept as long as the iterator."""
+        yield from self.messages
 
 
 class Publisher:
@@ -117,8 +142,10 @@ class Publisher:
         self._number = (int(clock() * 1000) << 12) - 1
         self._mirror = _unpack(content)
         self._tokens = TokenCache(block_tokens * TOKEN_BYTES) if token_ids else None
-        self._history: deque[Message] = deque()
+        self._history: dict[int, Message] = {}  # oldest first, without gaps
         self._history_bytes = 0
+        self._snapshot: _Snapshot | None = None  # for SNAPSHOT_S
+        self._in_use: Callable[[], _Snapshot | None] = lambda: None  # while it is read
         self._sent_at = clock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -170,6 +197,8 @@ class Publisher:
         self._publish(batch, blocks)
         if self._clock() - self._sent_at >= self._pacing.heartbeat_s:
             self._send([])
+        if self._snapshot is not None and self._clock() - self._snapshot.made_at > SNAPSHOT_S:
+            self._snapshot = None
         for outlet in self._outlets:
             for request in outlet.requests():
                 self._answer(request)
@@ -224,6 +253,7 @@ class Publisher:
         self._number += 1
         self._history.clear()
         self._history_bytes = 0
+        self._snapshot, self._in_use = None, lambda: None
         self._send([])
 
     def _send(self, events: Sequence[WireEvent]) -> None:
@@ -237,23 +267,44 @@ class Publisher:
                 self._count("unsent", sum(map(_blocks, events)))
 
     def _keep(self, message: Message) -> None:
-        self._history.append(message)
-        self._history_bytes += len(message.payload)
+        self._history[message.number] = message
+        self._history_bytes += len(message.payload) + _MESSAGE_BYTES
         while self._history_bytes > self._pacing.history_bytes:
-            self._history_bytes -= len(self._history.popleft().payload)
+            oldest = self._history.pop(next(iter(self._history)))
+            self._history_bytes -= len(oldest.payload) + _MESSAGE_BYTES
 
     def _answer(self, request: ReplayRequest) -> None:
         if request.body == SNAPSHOT:
-            request.answer(self._snapshot())
+            request.answer(self._shared_snapshot().read())
             return
         try:
             first = number(request.body)
         except FormatError as error:
             _log.warning("a request for events is left alone: %s", error)
             return
-        request.answer(message for message in tuple(self._history) if message.number >= first)
+        oldest = next(iter(self._history), self._number + 1)
+        request.answer(self._replay(range(max(first, oldest), self._number + 1)))
 
-    def _snapshot(self) -> Iterator[Message]:
+    def _replay(self, numbers: range) -> Iterator[Message]:
+        for at in numbers:
+            if at not in self._history:
+                raise LostHistory(f"{at} is no longer kept")
+            yield self._history[at]
+
+    def _shared_snapshot(self) -> _Snapshot:
+        """Return a snapshot that its reader can bring up to date from the history.
+
+        One is made a second at most, and none while an earlier one is read, so that consumers that
+        ask often, or read slowly, cost one snapshot's memory together.
+        """
+        held = self._in_use()
+        oldest = next(iter(self._history), self._number + 1)
+        if held is None or (held.number != self._number and held.number + 1 < oldest):
+            held = _Snapshot(self._clock(), self._number, tuple(self._held_messages()))
+            self._snapshot, self._in_use = held, weakref.ref(held)
+        return held
+
+    def _held_messages(self) -> Iterator[Message]:
         """Yield everything held, in batches that carry the number of the last one sent."""
         batch: list[Event] = []
         blocks = 0

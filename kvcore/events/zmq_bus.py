@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from kvcore._util.zmq_socket import Context, zmq
+from kvcore._util.curve import lock_client
+from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
+from kvcore.config.schema_cluster import is_bound
 from kvcore.errors import ConfigError, FormatError
+from kvcore.events.publisher import LostHistory
 from kvcore.events.wire import END, Message, number, number_bytes
 
 __all__ = ["ZmqOutlet", "ZmqSource"]
@@ -15,35 +19,84 @@ __all__ = ["ZmqOutlet", "ZmqSource"]
 _log = logging.getLogger("kvcore.events")
 
 _REQUESTS_AT_ONCE = 16
+REQUEST_BYTES = 1024
+"""Largest request, all its frames together. A longer one ends its connection."""
+ANSWERS = 64
+"""Answers that are sent at a time, one for each client; further requests are left alone."""
+ANSWER_S = 10.0
+"""Seconds in which a client must have read an answer. It is given up then."""
+_AHEAD = 32
+"""Messages of an answer that wait for one client."""
+_ANSWERING_S = 0.01
+"""Seconds of a publisher's step that go to answers."""
+_PAUSE_S = 0.001
+_SUBSCRIPTIONS_BYTES = 4096
+"""What a subscriber may send: libzmq keeps its subscriptions, at some 50 bytes for each of these."""
+_REPLAYS = Limits(connections=128, message=REQUEST_BYTES)
+_SUBSCRIBERS = Limits(128, REQUEST_BYTES, _SUBSCRIPTIONS_BYTES)
 
 
 class ZmqOutlet:
     """Publishes under ``topic``.
 
-    Binds endpoints with ``*`` (all addresses) and ``ipc://`` endpoints, and connects to others, as
-    vLLM does. The replay endpoint is always bound. A consumer that falls behind by more than
-    ``queue_batches`` loses the newest batches and sees the gap.
+    Binds endpoints that begin with ``@``, endpoints with ``*`` (all addresses) and ``ipc://``
+    endpoints, and connects to others, as vLLM does. The replay endpoint is always bound. With
+    ``keys``, a folder of CURVE keys, only their owners are heard over TCP. A consumer that falls
+    behind by more than ``queue_batches`` loses the newest batches and sees the gap.
     """
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str | None, topic: str, *, queue_batches: int = 1000
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+        *,
+        keys: Path | None = None,
+        queue_batches: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the sockets. Raises ConfigError if an endpoint cannot be used."""
+        """Open the sockets. Raises ConfigError if an endpoint or a key cannot be used."""
         self._context = Context()
         self._topic = topic.encode()
+        self._clock = clock
+        self._answers: dict[bytes, _Answer] = {}
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._entrance = Entrance(self._context)
         try:
-            self._pub = self._context.socket(zmq.PUB)
-            self._pub.sndhwm = queue_batches
-            self.endpoint = _open(self._pub, endpoint)
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.sndhwm = 0  # an answer goes out whole; the history bounds it
-            self.replay_endpoint = _bind(self._router, replay_endpoint) if replay_endpoint else None
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._entrance = Entrance(self._context, keys)
+            self._pub = self._socket(zmq.PUB, queue_batches)
+            self.endpoint = self._open(endpoint, keys)
+            self._router = self._socket(zmq.ROUTER, _AHEAD)
+            self._router.router_mandatory = True  # sending tells when a client reads too slowly
+            self.replay_endpoint = (
+                self._entrance.listen(self._router, replay_endpoint.removeprefix("@"), _REPLAYS)
+                if replay_endpoint
+                else None
+            )
+        except (zmq.ZMQError, OSError) as error:
+            self._close(0)
             raise ConfigError(
                 f"block events cannot be published at {endpoint!r} and {replay_endpoint!r}: "
                 f'{error}; supported are endpoints as "tcp://*:5557" or "ipc:///path"'
             ) from error
+        except ConfigError:
+            self._close(0)
+            raise
+
+    def _socket(self, kind: int, queued: int) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = make_socket(
+            self._context, kind, message=REQUEST_BYTES, queued=queued
+        )
+        self._sockets.append(made)
+        return made
+
+    def _open(self, endpoint: str, keys: Path | None) -> str:
+        if is_bound(endpoint):
+            return self._entrance.listen(self._pub, endpoint.removeprefix("@"), _SUBSCRIBERS)
+        if keys is not None:
+            lock_client(self._pub, keys)
+        self._pub.connect(endpoint)
+        return endpoint
 
     def send(self, message: Message) -> bool:
         """Publish a message. PUB never waits: a consumer loses what it cannot take."""
@@ -51,47 +104,118 @@ class ZmqOutlet:
         return True
 
     def requests(self) -> Sequence[ZmqRequest]:
-        """Return some of the waiting replay requests; the rest follows with the next call."""
+        """Go on with the answers, and return some of the waiting requests.
+
+        The others follow with the next call. A client that asks again while it is answered, or when
+        too many are, is left alone.
+        """
+        self._go_on()
         found: list[ZmqRequest] = []
-        while len(found) < _REQUESTS_AT_ONCE and self._router.poll(0):
+        for _ in range(_REQUESTS_AT_ONCE):
+            if not self._router.poll(0):
+                break
             frames = self._router.recv_multipart()
-            if len(frames) == 3:
-                found.append(ZmqRequest(self._router, frames[0], self._topic, frames[2]))
-            else:
-                _log.warning("a request of %d frames is left alone", len(frames))
+            if len(frames) != 3:
+                _log.debug("a request of %d frames is left alone", len(frames))
+            elif frames[0] not in self._answers and len(self._answers) + len(found) < ANSWERS:
+                found.append(ZmqRequest(self, frames[0], frames[2]))
         return found
+
+    def answer(self, client: bytes, messages: Iterator[Message]) -> None:
+        """Begin to send an answer. It goes on with each call of `requests`."""
+        self._answers[client] = _Answer(self._packed(messages), self._clock() + ANSWER_S)
+        self._go_on_with(client)
 
     def close(self) -> None:
         """Close the sockets; gives what was sent one second to go out."""
-        self._context.destroy(linger=1000)
+        self._close(1000)
+
+    def _close(self, linger: int) -> None:
+        for socket in self._sockets:
+            socket.close(linger)
+        self._entrance.close()
+
+    def _packed(self, messages: Iterator[Message]) -> Iterator[list[bytes]]:
+        count = 0
+        for count, message in enumerate(messages, 1):  # noqa: B007  counted for the end
+            yield [self._topic, number_bytes(message.number), message.payload]
+        # vLLM's consumers stop at the number; how many there were is for kvcore's.
+        yield [b"", END, number_bytes(count)]
+
+    def _go_on(self) -> None:
+        """Send what clients have room for, until none has read anything for a millisecond."""
+        limit = time.monotonic() + _ANSWERING_S
+        while any([self._go_on_with(client) for client in list(self._answers)]):
+            if time.monotonic() > limit:
+                break
+            time.sleep(_PAUSE_S)
+
+    def _go_on_with(self, client: bytes) -> bool:
+        """Send what the client has room for; return True if that was anything, but not the rest.
+
+        An answer that has ended or failed is dropped.
+        """
+        answer = self._answers[client]
+        before = answer.count
+        try:
+            while self._clock() < answer.until:
+                frames = answer.next()
+                self._router.send_multipart([client, b"", *frames], zmq.NOBLOCK)
+                answer.sent()
+        except zmq.Again:
+            return answer.count > before  # it has not read more
+        except (StopIteration, LostHistory, zmq.ZMQError) as ended:
+            _log.debug("an answer ends: %r", ended)
+        del self._answers[client]
+        return False
+
+
+class _Answer:
+    """Messages on their way to one client."""
+
+    def __init__(self, messages: Iterator[list[bytes]], until: float) -> None:
+        self.until = until
+        self.count = 0
+        """Messages that were sent."""
+        self._messages = messages
+        self._next: list[bytes] | None = None
+
+    def next(self) -> list[bytes]:
+        """Return the message to send now. Raises StopIteration at the end, and LostHistory."""
+        if self._next is None:
+            self._next = next(self._messages)
+        return self._next
+
+    def sent(self) -> None:
+        self._next = None
+        self.count += 1
 
 
 class ZmqRequest:
     """A replay request: the client's frame, an empty frame, and ``body``."""
 
-    def __init__(self, router: zmq.Socket[bytes], client: bytes, topic: bytes, body: bytes) -> None:
+    def __init__(self, outlet: ZmqOutlet, client: bytes, body: bytes) -> None:
         self.body = body
-        self._router = router
+        self._outlet = outlet
         self._client = client
-        self._topic = topic
 
     def answer(self, messages: Iterator[Message]) -> None:
-        count = 0
-        for count, message in enumerate(messages, 1):  # noqa: B007  counted for the end
-            self._send(self._topic, number_bytes(message.number), message.payload)
-        # vLLM's consumers stop at the number; how many there were is for kvcore's.
-        self._send(b"", END, number_bytes(count))
-
-    def _send(self, *frames: bytes) -> None:
-        self._router.send_multipart([self._client, b"", *frames])
+        self._outlet.answer(self._client, messages)
 
 
 class ZmqSource:
-    """One publisher's messages. Not thread-safe."""
+    """One publisher's messages. Not thread-safe.
 
-    def __init__(self, endpoint: str, replay_endpoint: str, topic: str = "") -> None:
+    ``keys`` is a folder with the publisher's public key and a pair of this consumer's.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str, topic: str = "", *, keys: Path | None = None
+    ) -> None:
+        """Connect without waiting for the publisher. Raises ConfigError if a key is missing."""
         self._context = Context()
-        self._sub = self._context.socket(zmq.SUB)
+        self._keys = keys
+        self._sub = self._socket(zmq.SUB)
         self._sub.rcvhwm = 100_000  # batches
         self._sub.subscribe(topic.encode())
         self._sub.connect(endpoint)
@@ -105,7 +229,7 @@ class ZmqSource:
 
     def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
         """Ask on a new socket, so that no late answer is taken for that of another request."""
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
         dealer.linger = 0
         dealer.rcvhwm = 0
         try:
@@ -117,6 +241,12 @@ class ZmqSource:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        if self._keys is not None:
+            lock_client(socket, self._keys)
+        return socket
 
 
 def _answer(dealer: zmq.Socket[bytes], limit: float) -> Sequence[Message] | None:
@@ -142,17 +272,3 @@ def _message(frames: Sequence[bytes]) -> Message | None:
     except FormatError as error:
         _log.warning("a message is passed over: %s", error)
     return None
-
-
-def _open(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    if "*" in endpoint or endpoint.startswith(("ipc://", "inproc://")):
-        return _bind(socket, endpoint)
-    socket.connect(endpoint)
-    return endpoint
-
-
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    socket.bind(endpoint)
-    bound = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(bound, bytes)
-    return bound.decode()

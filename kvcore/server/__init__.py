@@ -24,7 +24,6 @@ the pages of its engine. An adapter's leader runs the same code with and without
     session           how a leader joins the server, and stays joined
     worker            the worker's side: `ServedWorker`
     rpc               a client's socket
-    curve_keys        CURVE keys, for TCP
     exporter          Prometheus metrics over HTTP
     errors            reasons to refuse a request
 """

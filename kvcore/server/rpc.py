@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvcore._util.curve import lock_client
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
-from kvcore.server.curve_keys import lock_client
 from kvcore.server.messages import ServerReply, ServerRequest, decode_reply
 from kvcore.server.runtime_dir import address_of
 

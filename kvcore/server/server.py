@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
-from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore._util.curve import client_keys, curve_key
+from kvcore._util.msgpack import MAX_MESSAGE
+from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
@@ -76,6 +78,8 @@ SWEEP_S = 0.2
 """Seconds between two checks whether the processes of sessions are gone."""
 BATCH = 64
 """Messages answered before transfers and sessions get their turn."""
+LIMITS = Limits(connections=1024, message=MAX_MESSAGE)
+"""Of clients over TCP. Those without keys get no further than the handshake, of 4 KiB."""
 
 
 class Server:
@@ -92,7 +96,7 @@ class Server:
         self._swept = 0.0
         self._clears_seen: set[Path] = set()  # pending clears that the last sweep found
         self._refusals = 0
-        self._guard: Any = None
+        self._admins: frozenset[str] | None = None  # CURVE keys; None: whoever is heard
         self._frame: Any = None  # the last frame received, which tells who sent it
         self._metrics = Metrics("server", enabled=config.metrics.enabled)
         self._close_exporter: Callable[[], None] = lambda: None
@@ -129,6 +133,7 @@ class Server:
         address = address_of(server)
         self._folder = RuntimeDir(folder_of(server))
         self._context = Context()
+        self._entrance = Entrance(self._context)
         self._socket = make_socket(self._context, zmq.ROUTER)
         try:
             self._audit = AuditLog(self._config.control.audit)
@@ -136,7 +141,7 @@ class Server:
             if server.metrics is not None:
                 self._close_exporter = show(self._metrics, server.metrics)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._stop_listening()
             self._folder.close()
             raise
         self.models = ModelCaches(self._config, self._folder, self._audit)
@@ -145,18 +150,23 @@ class Server:
         return address
 
     def _listen(self, address: str) -> None:
-        from kvcore.server.curve_keys import lock_server
-
         if address.startswith("tcp://"):
-            assert self._config.server.keys is not None
-            self._guard = lock_server(self._socket, self._config.server.keys)
+            keys = self._config.server.keys
+            assert keys is not None
+            self._admins = _admins(self._config.server.admins, keys)
+            self._entrance = Entrance(self._context, keys)
         before = os.umask(0o177)  # only this user may open the socket, from the first moment
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            self._entrance.listen(self._socket, address, LIMITS)
+        except OSError as error:
             raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
         finally:
             os.umask(before)
+
+    def _stop_listening(self) -> None:
+        """Close the socket before its guard, so that nobody is heard without one."""
+        self._socket.close()
+        self._entrance.close()
 
     def run(self) -> None:
         """Serve until `stop` is called, then close. Blocks."""
@@ -192,11 +202,9 @@ class Server:
         """Finish the writes, flush the tiers and give everything back. Blocks."""
         self.models.stop_preparing()
         self._close_exporter()
-        if self._guard is not None:
-            self._guard.stop()
         for cache in self.models:
             cache.control.close()  # answers waiting commands while there is still a socket
-        self._context.destroy(linger=0)
+        self._stop_listening()
         self.models.close()
         self.sessions.close()
         self._folder.close()
@@ -296,7 +304,7 @@ class Server:
 
     def _who(self) -> str:
         """Return who sent the last message, as the kernel or CURVE vouches for it."""
-        return identity(self._frame)
+        return identity(self._frame, curve=self._admins is not None)
 
     # -- sessions -----------------------------------------------------------------------------
 
@@ -386,5 +394,21 @@ class Server:
             else:
                 self._send(client, ControlReply(request.ref, result))
 
+        if self._admins is not None and curve_key(self._frame) not in self._admins:
+            raise ConfigError(
+                "the keys of this client may not send commands: name it in server.admins of the "
+                "server's settings"
+            )
         control = self.models.select(request.model).control
         control.begin(request.order, self._who(), reply)
+
+
+def _admins(names: list[str], folder: Path) -> frozenset[str]:
+    """Return the keys of the clients ``names``. Raises ConfigError for one without a key."""
+    keys = client_keys(folder)
+    if missing := set(names) - set(keys.values()):
+        raise ConfigError(
+            f"server.admins names {sorted(missing)}, who have no key in {folder}; supported are "
+            f"{sorted(keys.values())}"
+        )
+    return frozenset(key for key, name in keys.items() if name in names)

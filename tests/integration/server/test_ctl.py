@@ -19,6 +19,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from kvcore._util.curve import make_keys
 from kvcore.cli import ctl as ctl_module
 from kvcore.cli import probe
 from kvcore.cli.app import app
@@ -27,7 +28,7 @@ from kvcore.config import Config, load_config
 from kvcore.control import commands as o
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.server import messages as m
-from kvcore.server.curve_keys import make_keys
+from kvcore.server.server import Server
 from kvcore.testing.engine import ReferenceEngine
 from kvcore.testing.waiting import until
 from kvcore_devtools.server_fixture import RunningServer, settings, words
@@ -175,7 +176,8 @@ def test_over_tcp_the_audit_names_the_clients_key(
 ) -> None:
     make_keys(tmp_path / "keys")
     audit = tmp_path / "audit.jsonl"
-    tcp = {"address": f"tcp://127.0.0.1:{free_port()}", "keys": str(tmp_path / "keys")}
+    address = f"tcp://127.0.0.1:{free_port()}"
+    tcp = {"address": address, "keys": str(tmp_path / "keys"), "admins": ["client"]}
     config = settings(folder, server=tcp, control={"audit": str(audit)})
     start(config)
     serve(engine(config), words(1, 40), "")
@@ -368,3 +370,14 @@ def test_a_prompt_is_cut_by_its_tokenizer(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="--tokenizer"):
         parse_where([f"prompt={text}"], tmp_path / "none")
+
+
+def test_the_keys_of_an_engine_send_no_commands(start: Start, folder: Path, tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", "engine-a")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    tcp = {"address": address, "keys": str(tmp_path / "keys")}
+    start(settings(folder, server=tcp))
+    with pytest.raises(KVCoreError, match="may not send commands"):
+        ask(Target(settings(folder, server=tcp), "", None, 60.0), o.ClearBlocks())
+    with pytest.raises(ConfigError, match="operator"):
+        Server(settings(tmp_path / "else", server=tcp | {"admins": ["operator"]})).open()

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from kvcore._util.curve import make_keys
 from kvcore.config import Config
 from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server import sessions as module
-from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import PATIENCE_S, until

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from kvcore._util.curve import make_keys
 from kvcore.config import Config
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control import commands as o
@@ -27,7 +28,6 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager
-from kvcore.server.curve_keys import make_keys
 from kvcore.server.rpc import Link
 from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.waiting import until
