@@ -67,4 +67,4 @@ def test_refused_blocks_are_counted_by_reason_and_each_reason_is_logged_once(
     assert failed == dict.fromkeys((0, 2, 3, 4), RowError.CORRUPT)
     assert [message.partition(": ")[2] for message in caplog.messages] == ["slot 3", "slot 7"]
     counted = metrics.snapshot()["kvcore_refused_blocks_total"]
-    assert counted == {"disk,corrupt": 2, "disk,forged": 2}
+    assert counted == {"disk|corrupt": 2, "disk|forged": 2}
