@@ -35,8 +35,8 @@ from kvcore.memory.device_region import DeviceRegion
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore, prepare_store
-from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import shard_files
+from kvcore.tiers.guard import BlockCipher
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -201,7 +201,7 @@ def tier(
         shard=0,
         slot_nbytes=setting.arena.slot_nbytes,
         access=DiskAccess(io_threads=io_threads, device_sums=region is not None),
-        cipher=cipher,
+        guard=cipher,
     )
     if region is not None:
         disk.attach_device(region)

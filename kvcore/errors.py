@@ -21,6 +21,8 @@ A message says what was given, what is supported, and what to change.
 
 from __future__ import annotations
 
+from enum import Enum
+
 
 class KVCoreError(Exception):
     """Base class of every error that kvcore raises on purpose."""
@@ -58,8 +60,25 @@ class BlockMissing(TierError):
     """The medium no longer holds the block: a shared store may evict it at any time."""
 
 
+class Mismatch(str, Enum):
+    """How a stored block differs from the one that was asked for. The values are metric labels."""
+
+    CORRUPT = "corrupt"
+    """Its checksum does not fit, or its header is damaged."""
+    FORGED = "forged"
+    """Its MAC or its tag does not fit, or it is not protected as blocks are here."""
+    OTHER = "other"
+    """It is another block: its key, parent, namespace or shard is not the expected one."""
+    TRUNCATED = "truncated"
+    """It is shorter or longer than a block."""
+
+
 class CorruptBlock(TierError):
-    """The bytes read are not the bytes that were written."""
+    """The bytes read are not the bytes that were written; ``mismatch`` says in which way."""
+
+    def __init__(self, message: str = "", mismatch: Mismatch = Mismatch.CORRUPT) -> None:
+        super().__init__(message)
+        self.mismatch = mismatch
 
 
 class ClusterError(KVCoreError):

@@ -98,10 +98,14 @@ def _index(data: bytes, folder: Path) -> None:
 
 
 def _header(data: bytes, _: Path) -> None:
+    from kvcore.tiers.base import BlockRead
+    from kvcore.tiers.guard import BlockCipher, BlockMac
     from kvcore.tiers.remote.format import Header, verify
 
     Header.unpack(data)
-    verify(data[:128], _KEY, _KEY, [memoryview(bytearray(data[128:]))])
+    asked = BlockRead(0, _KEY, [memoryview(bytearray(data[128:]))])
+    for guard in (None, BlockMac(bytes(32)), BlockCipher(bytes(32))):
+        verify(data[:128], asked, _KEY, asked.buffers, guard)
 
 
 def _geometry(data: bytes, _: Path) -> None:

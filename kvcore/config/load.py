@@ -120,6 +120,12 @@ def _conflicts(config: Config) -> Iterator[str]:
             f"{place}: not supported with disk.key_env or disk.key_file, because blocks are "
             "decrypted in host memory: set it to off, or remove the key"
         )
+    elif config.namespace.secret is not None and config.disk.authenticate:
+        yield (
+            f"{place}: not supported with namespace.secret, because blocks then have a MAC, which "
+            "is verified in host memory: set it to off, or set disk.authenticate = false if nobody "
+            "else can write to disk.path"
+        )
     if config.server.address is not None:
         yield (
             f"{place}: not supported with server.address, because the disk tier is in the server's "

@@ -129,11 +129,19 @@ class DiskConfig(BackingConfig):
         default=None,
         description="Encrypt blocks on disk with the key in this file, as for `key_env`.",
     )
+    authenticate: bool = Field(
+        default=True,
+        description="With `namespace.secret`, give each block on disk a MAC, so that KV which "
+        "somebody else wrote into the folder is never used. Off: a checksum only, which detects "
+        "damage and not forgery. Encrypted blocks are always authenticated.",
+    )
     to_device: Literal["off", "on"] = Field(
         default="off",
         description="Read blocks from disk straight into device memory (GPUDirect Storage, "
         "through NIXL). The blocks bypass host memory and are not cached there. Not supported "
-        "with encryption or with a `kvcore server`. Only the vLLM adapter uses it: the others "
+        "with encryption, with a `kvcore server`, or with both `namespace.secret` and "
+        "`authenticate`, because the device verifies sums only. Only the vLLM adapter uses it: the "
+        "others "
         "bring blocks to host memory before they know the pages.",
     )
     device_staging: Size = Field(

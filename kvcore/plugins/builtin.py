@@ -6,7 +6,6 @@ Nothing is imported until a factory is called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,8 @@ def _policy(name: str) -> Callable[[], Any]:
 def _prepare_disk(context: TierContext) -> PreparedTier:
     """Choose, lock and scan a store in the folder ``options["path"]``."""
     disk = import_module("kvcore.tiers.disk")
-    path, cipher, _ = _disk_options(context)
-    geometry = _disk_geometry(context, cipher)
+    path, guard, _ = _disk_options(context)
+    geometry = context.geometry.guarded(guard)
     store = disk.prepare_store(path, geometry, context.capacity, share=context.share)
     return PreparedTier(
         store.num_slots,
@@ -85,19 +84,19 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
 def _disk(context: TierContext) -> Any:
     """Open the rank's shard of the store that the leader chose."""
     disk = import_module("kvcore.tiers.disk")
-    _, cipher, access = _disk_options(context)
+    _, guard, access = _disk_options(context)
     return disk.DiskTier(
         disk.MountedStore.from_options(context.rank_options),
-        _disk_geometry(context, cipher),
+        context.geometry.guarded(guard),
         shard=context.rank,
         slot_nbytes=context.slot_nbytes,
         access=disk.DiskAccess(**access),
-        cipher=cipher,
+        guard=guard,
     )
 
 
 def _disk_options(context: TierContext) -> tuple[Path, Any, dict[str, Any]]:
-    """Return the folder, the cipher if there is a key, and the arguments of `DiskAccess`."""
+    """Return the folder, what protects the blocks, and the arguments of `DiskAccess`."""
     options = dict(context.options)
     path = options.pop("path", None)
     keys = [options.pop(name, None) for name in ("key_env", "key_file")]
@@ -108,20 +107,8 @@ def _disk_options(context: TierContext) -> tuple[Path, Any, dict[str, Any]]:
             "to use, is needed, and direct_io, io_threads and sync_interval_s, and key_env or "
             "key_file, may be given"
         )
-    return Path(path).expanduser(), _disk_cipher(*keys), options
-
-
-def _disk_cipher(variable: str | None, file: str | None) -> Any:
-    """Return the cipher for the named key; None without a key."""
-    if variable is None and file is None:
-        return None
-    key = import_module("kvcore.config").read_key(variable, file)
-    return import_module("kvcore.tiers.disk.cipher").BlockCipher(key)
-
-
-def _disk_geometry(context: TierContext, cipher: Any) -> Any:
-    """Return the geometry, with the cipher: encrypted blocks have a folder of their own."""
-    return replace(context.geometry, cipher=cipher.name) if cipher else context.geometry
+    guard = import_module("kvcore.tiers.guard").guard_of(context, *keys)
+    return Path(path).expanduser(), guard, options
 
 
 def _store(module: str) -> Callable[[], Any]:

@@ -117,7 +117,11 @@ class PageStore:
             slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
             if pins:
                 self._breaker.started()
-        reads = [BlockRead(slot, blocks[i], pages[i]) for i, slot in slots.items()]
+        space = self._space[:KEY_BYTES]
+        reads = [
+            BlockRead(slot, blocks[i], pages[i], (), ROOT_PARENT, space)
+            for i, slot in slots.items()
+        ]
         errors = self._attempt(self._tier.read, reads)
         found = [False] * len(keys)
         with self._lock:

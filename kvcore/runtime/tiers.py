@@ -24,6 +24,7 @@ from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
 from kvcore.tiers.base import Tier
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.guard import key_of_secret
 from kvcore.transfer.graph import Path
 
 _log = logging.getLogger("kvcore.runtime.tiers")
@@ -35,11 +36,13 @@ class _TierSettings(NamedTuple):
     plugin: str
     common: BackingConfig
     options: Mapping[str, Any]
+    mac_key: bytes
 
 
 def _settings(config: Config) -> Iterator[tuple[str, _TierSettings]]:
     """Yield the name and settings of every backing tier, nearest first."""
-    disk = config.disk
+    disk, secret = config.disk, config.namespace.secret
+    mac_key = key_of_secret(secret, "mac") if secret else b""
     if disk.path is not None:
         options = {
             "path": disk.path,
@@ -50,9 +53,9 @@ def _settings(config: Config) -> Iterator[tuple[str, _TierSettings]]:
             "key_file": disk.key_file,
             "device_sums": disk.to_device == "on",
         }
-        yield DISK, _TierSettings(DISK, disk, options)
+        yield DISK, _TierSettings(DISK, disk, options, mac_key if disk.authenticate else b"")
     for name, tier in sorted(config.tiers.items()):
-        yield name, _TierSettings(tier.plugin, tier, tier.options)
+        yield name, _TierSettings(tier.plugin, tier, tier.options, mac_key)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def prepare_backings(
             share=share,
             cluster=config.cluster,
             state_folders=_state_folders(config),
+            mac_key=settings.mac_key,
         )
         try:
             prepared = _prepare(plugin, context)
@@ -166,15 +170,16 @@ class BackingOpener:
 
         Raises TierError if the medium cannot be used.
         """
-        plugin, common, settings = self._settings[name]
+        settings = self._settings[name]
         context = TierContext(
             name,
             self._geometry,
-            common.capacity,
-            settings,
+            settings.common.capacity,
+            settings.options,
             rank=self._rank,
             rank_options=options,
             share=self._share,
             cluster=self._cluster,
+            mac_key=settings.mac_key,
         )
-        return self._plugins.tier(plugin).factory(context)
+        return self._plugins.tier(settings.plugin).factory(context)

@@ -159,6 +159,12 @@ SPECS = (
         ("tier",),
     ),
     MetricSpec(
+        "kvcore_refused_blocks_total",
+        Kind.COUNTER,
+        "Stored blocks that a worker refused: corrupt, forged, other (another block), truncated",
+        ("tier", "reason"),
+    ),
+    MetricSpec(
         "kvcore_store_lookups_total",
         Kind.COUNTER,
         "Lookups of prompts in a remote store, by outcome: found, absent, late, failed",
@@ -299,6 +305,10 @@ class Metrics:
     def corrupt(self, tier: str, blocks: int = 1) -> None:
         """Count blocks whose bytes were not those written."""
         self._add("kvcore_corrupt_blocks_total", blocks, tier)
+
+    def refused_block(self, tier: str, reason: str) -> None:
+        """Count a stored block that is not the one asked for (`kvcore.errors.Mismatch`)."""
+        self._add("kvcore_refused_blocks_total", 1, tier, reason)
 
     def asked_store(self, tier: str, outcome: str) -> None:
         """Count a lookup in a remote store: "found", "absent", "late" or "failed"."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvcore.errors import CapacityError, TierError
 from kvcore.memory.buffers import Buffers
@@ -30,24 +30,30 @@ class BlockWrite(NamedTuple):
 class BlockRead(NamedTuple):
     """A request to read ``slot``, which must hold the block ``key``, into ``buffers``.
 
-    ``nodes`` announced that they hold the block (`kvcore.tiers.remote.base.Item`).
+    ``nodes`` announced that they hold the block (`kvcore.tiers.remote.base.Item`). ``parent`` and
+    ``namespace`` are those that the stored block must name; empty if they are not known.
     """
 
     slot: int
     key: bytes
     buffers: Buffers
     nodes: tuple[str, ...] = ()
+    parent: bytes = b""
+    namespace: bytes = b""
 
 
 class DeviceRead(NamedTuple):
     """A request to read ``slot``, which must hold the block ``key``, into device memory.
 
-    ``place`` is the slot of the region on the device.
+    ``place`` is the slot of the region on the device. ``parent`` and ``namespace`` are as in
+    `BlockRead`.
     """
 
     slot: int
     key: bytes
     place: int
+    parent: bytes = b""
+    namespace: bytes = b""
 
 
 class NotDirect(TierError):
@@ -62,6 +68,26 @@ class BlockRecord(NamedTuple):
     parent: bytes
     namespace: bytes
     stamp: int
+
+
+class StoredBlock(Protocol):
+    """What a record or header says about the block that it describes."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def parent(self) -> bytes: ...
+    @property
+    def namespace(self) -> bytes: ...
+
+
+def is_asked_for(stored: StoredBlock, asked: BlockRead | DeviceRead) -> bool:
+    """Return True if a record or header names the block that a request asks for."""
+    return (
+        stored.key == asked.key
+        and asked.parent in (b"", stored.parent)
+        and asked.namespace in (b"", stored.namespace)
+    )
 
 
 class SlotError(TierError, CapacityError):
@@ -118,7 +144,8 @@ class Tier(ABC):
         Blocks until all have ended. The content of the buffers of a failed read is undefined. The
         errors are:
 
-        - CorruptBlock: the slot holds no block, another one, or one that is not whole.
+        - CorruptBlock: the slot holds no block, another one, or one that is not whole. Its
+          ``mismatch`` says which.
         - SlotError: there is no such slot, or the buffers do not have a block's size.
         - TierUnavailable: the medium failed.
         - BlockMissing (remote stores only): the store holds no such block.

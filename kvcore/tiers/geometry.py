@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -14,6 +14,9 @@ from kvcore.errors import FormatError, LayoutError
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
+
+if TYPE_CHECKING:
+    from kvcore.tiers.guard import BlockGuard
 
 __all__ = ["RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
 
@@ -34,7 +37,8 @@ class Geometry:
         shape: the block of the whole model.
         model: the model's fingerprint.
         heads: the KV heads [start, stop) of each shard.
-        cipher: names the cipher and key that encrypt the blocks; empty if they are not encrypted.
+        cipher: names the cipher or MAC, and the key, that protect the blocks; empty for checksums
+            alone.
         layers: the layers [start, stop) of each shard. Empty: every shard holds all layers.
     """
 
@@ -75,8 +79,12 @@ class Geometry:
         """True if some shard does not hold all layers."""
         return any(span != (0, self.shape.layers) for span in self.layers)
 
+    def guarded(self, guard: BlockGuard | None) -> Geometry:
+        """Return the geometry of blocks that ``guard`` seals, which have a folder of their own."""
+        return self if guard is None else replace(self, cipher=guard.name)
+
     def shard_name(self, shard: int) -> bytes:
-        """Return a name for a shard's part of the blocks. Encrypted blocks are bound to it."""
+        """Return a name for a shard's part of the blocks. Sealed blocks are bound to it."""
         layers = f" {self.layers[shard]}" if self._staged else ""
         return f"{self.base} {self.heads[shard]}{layers}".encode()
 

@@ -31,6 +31,8 @@ class TierContext:
         share: how many leaders divide the capacity between them.
         cluster: the settings of `[cluster]`, for tiers that find other nodes through it.
         state_folders: folders for what a leader must leave to its successor, the best first.
+        mac_key: the key of the MAC that each stored block must have; empty if there is no
+            ``namespace.secret``.
     """
 
     name: str
@@ -42,6 +44,7 @@ class TierContext:
     share: int = 1
     cluster: ClusterConfig | None = None
     state_folders: Sequence[Path] = ()
+    mac_key: bytes = field(default=b"", repr=False)
 
     @property
     def slot_nbytes(self) -> int:

@@ -59,12 +59,11 @@ class StagedReads:
 
     def _bounce(self, tier: Tier, requests: Sequence[DeviceRead]) -> list[TierError | None]:
         with self._buffers() as buffers:
-            results = tier.read(
-                [
-                    BlockRead(slot, key, [buffer])
-                    for (slot, key, _), buffer in zip(requests, buffers, strict=False)
-                ]
-            )
+            reads = [
+                BlockRead(one.slot, one.key, [buffer], (), one.parent, one.namespace)
+                for one, buffer in zip(requests, buffers, strict=False)
+            ]
+            results = tier.read(reads)
             for request, buffer, error in zip(requests, buffers, results, strict=False):
                 if error is None:
                     self.region.put(request.place, buffer)

@@ -15,13 +15,14 @@ from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
 from kvcore.worker.streams import Stream
 
-__all__ = ["DeviceCopy", "StagedRead", "TierRead", "TierWrite"]
+__all__ = ["DeviceCopy", "Failures", "StagedRead", "TierRead", "TierWrite"]
 
 _log = logging.getLogger("kvcore.worker")
 
@@ -107,9 +108,11 @@ def _cut(units: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:
 class TierRead:
     """Executor of reads from a backing tier into arena slots. The tier verifies each block."""
 
-    def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
+    def __init__(
+        self, tiers: Mapping[str, Tier], arena: HostArena, metrics: Metrics | None = None
+    ) -> None:
         self._tiers = tiers
-        self._limit = LogLimit()
+        self._failures = Failures(metrics)
         self._arena = arena
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
@@ -119,10 +122,12 @@ class TierRead:
                 graph.keys[row],
                 self._arena.slot_buffers(graph.host_slots[row]),
                 graph.nodes,
+                graph.parent_of(row),
+                graph.namespace,
             )
             for row in rows
         ]
-        return _errors(op, rows, _tier(self._tiers, op).read(requests), self._limit)
+        return self._failures.of(op, rows, _tier(self._tiers, op).read(requests))
 
 
 class StagedRead:
@@ -132,19 +137,28 @@ class StagedRead:
     the engine's pages.
     """
 
-    def __init__(self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream) -> None:
+    def __init__(
+        self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream, metrics: Metrics
+    ) -> None:
         self._tiers = tiers
-        self._limit = LogLimit()
+        self._failures = Failures(metrics)
         self._reads = reads
         self._sync = sync
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         requests = [
-            DeviceRead(graph.tier_slots[row], graph.keys[row], graph.staged[row]) for row in rows
+            DeviceRead(
+                graph.tier_slots[row],
+                graph.keys[row],
+                graph.staged[row],
+                graph.parent_of(row),
+                graph.namespace,
+            )
+            for row in rows
         ]
         with self._sync.copying(_UNMARKED):
             results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
-        return _errors(op, rows, results, self._limit)
+        return self._failures.of(op, rows, results)
 
 
 class TierWrite:
@@ -152,7 +166,7 @@ class TierWrite:
 
     def __init__(self, tiers: Mapping[str, Tier], arena: HostArena) -> None:
         self._tiers = tiers
-        self._limit = LogLimit()
+        self._failures = Failures()
         self._arena = arena
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
@@ -166,35 +180,42 @@ class TierWrite:
             )
             for row in rows
         ]
-        return _errors(op, rows, _tier(self._tiers, op).write(requests), self._limit)
+        return self._failures.of(op, rows, _tier(self._tiers, op).write(requests))
 
 
 def _tier(tiers: Mapping[str, Tier], op: TransferOp) -> Tier:
     return tiers.get(op.tier) or DeadTier(TierUnavailable(f"tier {op.tier!r} is not open here"))
 
 
-def _errors(
-    op: TransferOp,
-    rows: Sequence[int],
-    results: Sequence[TierError | None],
-    limit: LogLimit,
-) -> dict[int, RowError]:
-    """Return the rows that failed, and log why.
+class Failures:
+    """Turns the errors of tiers into those of rows, counts refused blocks, and logs. Thread-safe.
 
-    A medium that fails, such as a full disk, fails every block, and a node that is gone takes all
-    its blocks along: those lines are limited. Corrupt blocks are logged one by one.
+    A medium that fails, such as a full disk, fails every block, and whoever can write to a store
+    can damage all of it: the first line of a kind is written at once, the others once a minute.
     """
-    failed: dict[int, RowError] = {}
-    for row, error in zip(rows, results, strict=True):
-        if error is None:
-            continue
-        failed[row] = _row_error(error)
-        limited = failed[row] is not RowError.CORRUPT
-        left_out = limit.admit((op.path, op.tier, type(error))) if limited else 0
-        if left_out is not None:
-            more = f" ({left_out} more failed since the last line)" if left_out else ""
-            _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, f"{error}{more}")
-    return failed
+
+    def __init__(self, metrics: Metrics | None = None, limit: LogLimit | None = None) -> None:
+        self._metrics = metrics or Metrics(enabled=False)
+        self._limit = limit or LogLimit()
+
+    def of(
+        self, op: TransferOp, rows: Sequence[int], results: Sequence[TierError | None]
+    ) -> dict[int, RowError]:
+        """Return the rows that failed."""
+        failed: dict[int, RowError] = {}
+        for row, error in zip(rows, results, strict=True):
+            if error is None:
+                continue
+            failed[row] = _row_error(error)
+            kind = type(error).__name__
+            if isinstance(error, CorruptBlock):
+                kind = error.mismatch.value
+                self._metrics.refused_block(op.tier, kind)
+            left_out = self._limit.admit((op.path, op.tier, kind))
+            if left_out is not None:
+                more = f" ({left_out} more failed since the last line)" if left_out else ""
+                _log.warning("%s tier=%s failed: %s", op.path.value, op.tier, f"{error}{more}")
+        return failed
 
 
 def _row_error(error: TierError) -> RowError:

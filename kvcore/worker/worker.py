@@ -96,7 +96,8 @@ class KVWorker:
         self.tracer = tracer or Tracer()
         cuda = device is not None and device.type == "cuda"
         self._stream: Stream = CudaStream(device) if cuda and device is not None else Stream()
-        read, write = reads or TierRead(self.tiers, arena), TierWrite(self.tiers, arena)
+        read = reads or TierRead(self.tiers, arena, self._metrics)
+        write = TierWrite(self.tiers, arena)
 
         def copier(memory: KVView, *, to_device: bool) -> DeviceCopy:
             return DeviceCopy(
@@ -113,7 +114,9 @@ class KVWorker:
         if limits.device_slots:
             region = DeviceRegion(arena.shape, limits.device_slots, ops, device)
             self._staging = StagedReads(region, self._metrics)
-            executors[Path.DISK2D] = StagedRead(self.tiers, self._staging, self._stream)
+            executors[Path.DISK2D] = StagedRead(
+                self.tiers, self._staging, self._stream, self._metrics
+            )
             executors[Path.D2D] = copier(region.view(), to_device=True)
         executors |= {path: write for path in Path if path.writes_tier}
         threads = {path: limits.io_queues for path in executors if path.reads_tier}

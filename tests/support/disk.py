@@ -29,14 +29,14 @@ def open_tier(
     store: PreparedStore, geometry: Geometry = GEOMETRY, shard: int = 0, **options: Any
 ) -> DiskTier:
     """Open a tier as a worker does, in the store that its leader prepared."""
-    cipher = options.pop("cipher", None)
+    guard = options.pop("guard", None)
     return DiskTier(
         MountedStore.from_options(store.mounted.to_options()),
         geometry,
         shard=shard,
         slot_nbytes=slot_bytes(geometry.shard_shape(shard)),
         access=DiskAccess(**options),
-        cipher=cipher,
+        guard=guard,
     )
 
 

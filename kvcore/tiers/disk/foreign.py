@@ -11,20 +11,28 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcore.errors import CorruptBlock, TierError
+from kvcore.errors import CorruptBlock, Mismatch, TierError
 from kvcore.memory.arena import slot_bytes
-from kvcore.memory.buffers import Buffers, nbytes_of
+from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import Pages
 from kvcore.model.parts import Part
-from kvcore.tiers.base import SlotError
-from kvcore.tiers.checksum import checksum
-from kvcore.tiers.disk.cipher import BlockCipher, Seal
+from kvcore.tiers.base import BlockRead, SlotError, is_asked_for
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
-from kvcore.tiers.disk.format import Record, shard_files
+from kvcore.tiers.disk.format import shard_files
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.guard import BlockGuard
 from kvcore.tiers.sharding import Run, cover, places, runs
 
 _log = logging.getLogger("kvcore.tiers.disk")
+
+
+_WRONG = {
+    Mismatch.CORRUPT: "has bytes that are not those written",
+    Mismatch.FORGED: (
+        "was not written with this namespace.secret or key, or was changed by someone without it"
+    ),
+    Mismatch.TRUNCATED: "has bytes that are not those written, because the file ends before them",
+}
 
 
 class _Shard(NamedTuple):
@@ -50,11 +58,11 @@ class ForeignStore:
         folder: Path,
         part: Part,
         direct_io: str = "auto",
-        cipher: BlockCipher | None = None,
+        guard: BlockGuard | None = None,
     ) -> None:
         """Raise FormatError or TierUnavailable if the store cannot be used."""
         geometry = Geometry.load(folder)
-        self._cipher = cipher
+        self._guard = guard
         self._name = folder.name
         self._nbytes = part.shape(geometry.shape).nbytes
         self._shards: list[_Shard] = []
@@ -72,18 +80,21 @@ class ForeignStore:
             self.close()
             raise
 
-    def read(self, slot: int, key: bytes, buffers: Buffers) -> TierError | None:
-        """Read and verify every object that holds bytes of the rank's part.
+    def read(self, slot: int, request: BlockRead) -> TierError | None:
+        """Read and verify every object that holds bytes of the rank's part of a block.
+
+        ``slot`` is the slot of ``request`` without the number of the store.
 
         Returns an error if the block is not whole, or ``buffers`` are too small for it. Raises
         OSError if the medium fails.
         """
-        if nbytes_of(buffers) < self._nbytes:
-            return SlotError(f"buffers of {nbytes_of(buffers)} bytes for a block of {self._nbytes}")
+        given = nbytes_of(request.buffers)
+        if given < self._nbytes:
+            return SlotError(f"buffers of {given} bytes for a block of {self._nbytes}")
         try:
             for shard in self._shards:
-                found = self._object(shard, slot, key)
-                for at, piece in places(shard.runs, buffers):
+                found = self._object(shard, slot, request)
+                for at, piece in places(shard.runs, request.buffers):
                     piece[:] = found[at : at + len(piece)]
         except TierError as error:
             return error
@@ -101,35 +112,30 @@ class ForeignStore:
             shard.records.close()
         self._shards = []
 
-    def _object(self, shard: _Shard, slot: int, key: bytes) -> memoryview:
+    def _object(self, shard: _Shard, slot: int, request: BlockRead) -> memoryview:
         """Return the block's bytes in ``shard``. Raise CorruptBlock if they are not whole."""
         where = f"shard {shard.number} of slot {slot} of {self._name}"
         record = shard.records.get(slot)
-        if record is None or record.key != key or record.nbytes != shard.nbytes:
-            raise CorruptBlock(f"{where} does not hold block {key.hex()}")
+        if record is None or record.nbytes != shard.nbytes or not is_asked_for(record, request):
+            raise not_held(where, request.key)
         staging = Pages(shard.slot_nbytes).view
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
             raise got
-        if got < shard.nbytes or not is_whole(self._cipher, record, [staging], shard.name):
+        wrong: Mismatch | None = Mismatch.TRUNCATED
+        if got >= shard.nbytes:
+            wrong = record.mismatch(self._guard, [staging], shard.name)
+        if wrong is not None:
             self.erase(slot)
-            raise CorruptBlock(
-                f"{where}: the bytes of block {key.hex()} are not those written; it is erased"
-            )
+            raise damaged(where, request.key, wrong)
         return staging
 
 
-def is_whole(cipher: BlockCipher | None, record: Record, buffers: Buffers, shard: bytes) -> bool:
-    """Decrypt a block in place if there is a ``cipher``. Return True if it is what was written.
+def not_held(where: str, key: bytes) -> CorruptBlock:
+    """Return the error for a slot whose record does not name the block that was asked for."""
+    return CorruptBlock(f"{where} does not hold block {key.hex()}", Mismatch.OTHER)
 
-    The block must be encrypted if there is a cipher, and must not be if there is none. If the
-    result is False, the content of the buffers is undefined. The checksum of an encrypted block is
-    not checked, because its tag proves more. The checksum is for `scrub`, which has no key.
-    """
-    if cipher is None:
-        plain = not record.nonce
-        return plain and checksum(record.key, buffers, record.nbytes) == record.checksum
-    if not record.nonce:
-        return False
-    seal = Seal(record.nonce, record.tag)
-    return cipher.unseal(seal, buffers, record.nbytes, record.associated_data(shard))
+
+def damaged(where: str, key: bytes, wrong: Mismatch) -> CorruptBlock:
+    """Return the error for a slot whose bytes are not the block's, and which is erased now."""
+    return CorruptBlock(f"{where}: block {key.hex()} {_WRONG[wrong]}; it is erased", wrong)

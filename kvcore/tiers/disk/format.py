@@ -17,9 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from kvcore.errors import Mismatch
 from kvcore.memory.arena import slot_bytes
+from kvcore.memory.buffers import Buffers
 from kvcore.tiers.base import BlockRecord
+from kvcore.tiers.checksum import checksum
 from kvcore.tiers.geometry import RECORD_NBYTES, VERSION, Geometry
+from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac, Seal
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -28,8 +32,7 @@ _BODY = struct.Struct("<4sHHQ16s16s16s16sQ")  # magic version flags stamp key pa
 _SEAL = _SUM = struct.Struct("<Q")
 _BODY_NB = _BODY.size
 _PAD = bytes(RECORD_NBYTES - _BODY_NB - _SEAL.size)
-ENCRYPTED = 1  # flag: the block is encrypted, and the padding holds its nonce and tag
-_FLAGS = (0, ENCRYPTED)
+_FLAGS = (0, BlockCipher.flag, BlockMac.flag)
 _MAGIC = int.from_bytes(MAGIC, "little")
 _ROW = np.dtype(
     [
@@ -44,12 +47,13 @@ KEY_NBYTES = 16
 
 
 class Record(NamedTuple):
-    """What a slot holds: the block, the checksum of its bytes, and their number.
+    """What a slot holds: the block, the checksum of its bytes on disk, and their number.
 
-    The ``nonce`` and ``tag`` of an encrypted block have 16 bytes each. Its checksum covers the
-    bytes on disk. ``sum`` (`kvcore.memory.checksums.bound_to`; 0: none) verifies a block that was
-    read straight into device memory. The record's seal does not cover these three. If one of them
-    is damaged, decryption or verification fails, and the block counts as damaged.
+    ``flags`` is that of the `BlockGuard` that sealed the block, or 0. The ``nonce`` and ``tag`` of
+    a sealed block have 16 bytes each. ``sum`` (`kvcore.memory.checksums.bound_to`; 0: none)
+    verifies a plain block that was read straight into device memory. The record's own seal does not
+    cover these three. If one of them is damaged, verification fails, and the block counts as
+    damaged.
     """
 
     key: bytes
@@ -61,6 +65,7 @@ class Record(NamedTuple):
     nonce: bytes = b""
     tag: bytes = b""
     sum: int = 0
+    flags: int = 0
 
     def pack(self) -> bytes:
         """Return the record's 128 bytes, with a seal over them."""
@@ -70,13 +75,33 @@ class Record(NamedTuple):
         return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
     def associated_data(self, shard_name: bytes) -> bytes:
-        """Return what an encrypted block is bound to: all that is known before it is encrypted."""
-        return self._replace(nonce=_PAD[:16])._body(bytes(16)) + shard_name
+        """Return what a sealed block is bound to: all that is known before it is sealed."""
+        return self._body(bytes(16)) + shard_name
+
+    def mismatch(
+        self, guard: BlockGuard | None, buffers: Buffers, shard_name: bytes
+    ) -> Mismatch | None:
+        """Return how a block that was read differs from the one written; None if it does not.
+
+        Decrypts the block in place if the guard is a cipher. The block must be sealed by this kind
+        of guard, and must not be sealed if there is none. Unless the result is None, the content of
+        the buffers is undefined. The checksum of a block with a MAC only tells rot from forgery.
+        """
+        if self.flags != (0 if guard is None else guard.flag):
+            return Mismatch.FORGED
+        if guard is None:
+            return None if self._fits(buffers) else Mismatch.CORRUPT
+        seal = Seal(self.nonce, self.tag)
+        if guard.unseal(seal, buffers, self.nbytes, self.associated_data(shard_name)):
+            return None
+        return Mismatch.FORGED if guard.encrypts or self._fits(buffers) else Mismatch.CORRUPT
+
+    def _fits(self, buffers: Buffers) -> bool:
+        return checksum(self.key, buffers, self.nbytes) == self.checksum
 
     def _body(self, checksum: bytes) -> bytes:
-        flags = ENCRYPTED if self.nonce else 0
         return _BODY.pack(
-            MAGIC, VERSION, flags, self.stamp, self.key, self.parent, self.namespace,
+            MAGIC, VERSION, self.flags, self.stamp, self.key, self.parent, self.namespace,
             checksum, self.nbytes,
         )  # fmt: skip
 
@@ -94,10 +119,10 @@ class Record(NamedTuple):
         if xxhash.xxh3_64_intdigest(data[:_BODY_NB]) != seal:
             return None
         known = key, parent, namespace, digest, nbytes, stamp
-        if flags != ENCRYPTED:
+        if not flags:
             return cls(*known, sum=_SUM.unpack_from(data, _BODY_NB)[0])
         pad = bytes(data[_BODY_NB : _BODY_NB + len(_PAD)])
-        return cls(*known, pad[:16], pad[16:])
+        return cls(*known, pad[:16], pad[16:], flags=flags)
 
 
 def read_table(path: Path) -> tuple[Table, int]:

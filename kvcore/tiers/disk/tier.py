@@ -4,10 +4,10 @@ A write erases the slot's old record, writes the bytes, and then writes the new 
 interrupts it, the record is either absent or has the checksum of the bytes that should be there. A
 read checks both the key and the checksum.
 
-A batch goes to the kernel's queue as a whole. The calling thread checksums each block as it arrives
-or leaves, while the others are under way (benchmarks/disk.py compares this with other methods).
-Encrypted blocks are decrypted by a few threads instead. Each caller has its own queue, so a load
-never waits behind saves.
+A batch goes to the kernel's queue as a whole. The calling thread computes each block's checksum or
+MAC as it arrives or leaves, while the others are under way (benchmarks/disk.py compares this with
+other methods). Encrypted blocks are decrypted by a few threads instead. Each caller has its own
+queue, so a load never waits behind saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore._util.threads import started
-from kvcore.errors import CapacityError, CorruptBlock, FormatError, TierError, TierUnavailable
+from kvcore.errors import (
+    CapacityError,
+    CorruptBlock,
+    FormatError,
+    Mismatch,
+    TierError,
+    TierUnavailable,
+)
 from kvcore.index.slots import slot_runs
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.buffers import Buffers, nbytes_of
@@ -36,16 +43,18 @@ from kvcore.tiers.base import (
     NotDirect,
     SlotError,
     Tier,
+    is_asked_for,
 )
 from kvcore.tiers.checksum import checksum
-from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher, Scratch
 from kvcore.tiers.disk.files import FULL, DataFile, IndexFile, Piece
-from kvcore.tiers.disk.foreign import ForeignStore, is_whole
+from kvcore.tiers.disk.foreign import ForeignStore, damaged, not_held
 from kvcore.tiers.disk.format import Record, scan_shard, shard_files
 from kvcore.tiers.disk.io import Outcome
 from kvcore.tiers.disk.mount import STORE_SHIFT, DiskAccess, MountedStore
+from kvcore.tiers.disk.scratch import AT_ONCE, Scratch
 from kvcore.tiers.disk.tombstones import Stamps
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.guard import BlockGuard
 
 if TYPE_CHECKING:
     from kvcore.memory.device_region import DeviceRegion
@@ -70,9 +79,9 @@ class _Draft(NamedTuple):
 class DiskTier(Tier):
     """Slots of one shard of a store, and of the foreign stores that are mounted with it.
 
-    ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``cipher``,
-    which ``geometry`` names, blocks are encrypted, and no block is read straight into device
-    memory.
+    ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``guard``,
+    which ``geometry`` names, blocks are encrypted or have a MAC, and no block is read straight into
+    device memory.
     """
 
     def __init__(
@@ -83,7 +92,7 @@ class DiskTier(Tier):
         shard: int,
         slot_nbytes: int,
         access: DiskAccess = _DEFAULT_ACCESS,
-        cipher: BlockCipher | None = None,
+        guard: BlockGuard | None = None,
     ) -> None:
         """Raise FormatError if the folder holds other blocks.
 
@@ -95,9 +104,10 @@ class DiskTier(Tier):
             raise CapacityError(f"slots of {slot_nbytes} bytes; {shape} takes {slot_bytes(shape)}")
         if Geometry.load(folder) != geometry:
             raise FormatError(f"the store {folder} holds blocks of another model or other shards")
-        if geometry.cipher != (cipher.name if cipher else ""):
+        if geometry.cipher != (guard.name if guard else ""):
             raise FormatError(
-                f"the store {folder} uses the cipher {geometry.cipher or 'none'}, not {cipher}"
+                f"the store {folder} uses the cipher {geometry.cipher or 'none'}, not {guard}: "
+                "give every rank the same namespace.secret and key"
             )
         self.num_slots = store.num_slots
         self.slot_nbytes = slot_nbytes
@@ -112,21 +122,20 @@ class DiskTier(Tier):
             io_threads=access.io_threads,
         )
         self._index = IndexFile(index)
-        self._cipher = cipher
-        self._device_sums = access.device_sums and cipher is None
+        self._guard = guard
+        self._device_sums = access.device_sums and guard is None
         self._region: DeviceRegion | None = None
         self._direct: DirectReader | None = None
         self._shard_name = geometry.shard_name(shard)
-        self._scratch = Scratch(slot_nbytes) if cipher else None
-        self._foreign = _open_foreign(
-            store.foreign, geometry.parts[shard], access.direct_io, cipher
-        )
+        encrypts = guard is not None and guard.encrypts
+        self._scratch = Scratch(slot_nbytes) if encrypts else None
+        self._foreign = _open_foreign(store.foreign, geometry.parts[shard], access.direct_io, guard)
         self._stamps = Stamps.of(store.clock)
         self._foreign_readers = ThreadPoolExecutor(
             access.io_threads, thread_name_prefix="kvcore-foreign"
         )
         self._decryptors: ThreadPoolExecutor | None = None
-        if cipher is not None and slot_nbytes >= _THREADED_DECRYPT_NBYTES:
+        if encrypts and slot_nbytes >= _THREADED_DECRYPT_NBYTES:
             self._decryptors = ThreadPoolExecutor(
                 access.io_threads, thread_name_prefix="kvcore-disk-decrypt"
             )
@@ -158,7 +167,7 @@ class DiskTier(Tier):
         from kvcore.tiers.disk.gds import open_direct
 
         self._region = region
-        if self._cipher is None:
+        if self._guard is None:
             self._direct = open_direct(self._data, region)
         return "" if self._direct is None else self._direct.backend
 
@@ -171,8 +180,8 @@ class DiskTier(Tier):
         results: list[TierError | None] = []
         found: list[int] = []
         sums: dict[int, int] = {}
-        for i, (slot, key, _) in enumerate(requests):
-            record = self._find_direct(slot, key)
+        for i, request in enumerate(requests):
+            record = self._find_direct(request)
             if isinstance(record, Record):
                 found.append(i)
                 sums[i] = record.sum
@@ -193,7 +202,7 @@ class DiskTier(Tier):
         read = self._region.sums([requests[i].place for i in whole])
         for i, total in zip(whole, read, strict=True):
             if bound_to(requests[i].key, total) != sums[i]:
-                results[i] = self._damaged(requests[i].slot, requests[i].key)
+                results[i] = self._damaged(requests[i], Mismatch.CORRUPT)
         return results
 
     def invalidate(self, slots: Iterable[int]) -> None:
@@ -271,11 +280,13 @@ class DiskTier(Tier):
     def _draft(self, request: BlockWrite, into: memoryview | None) -> _Draft:
         """Return what is to be written. With a cipher, the block is encrypted ``into`` scratch."""
         record = Record(*request[1:4], bytes(16), self._block_nbytes, next(self._stamps))
-        if self._cipher is None or into is None:
+        if self._guard is None:
             return _Draft(record, request.buffers)
+        record = record._replace(flags=self._guard.flag)
         data = record.associated_data(self._shard_name)
-        seal = self._cipher.seal(request.buffers, self._block_nbytes, data, into)
-        return _Draft(record._replace(nonce=seal.nonce, tag=seal.tag), [into])
+        seal = self._guard.seal(request.buffers, self._block_nbytes, data, into)
+        record = record._replace(nonce=seal.nonce, tag=seal.tag)
+        return _Draft(record, request.buffers if into is None else [into])
 
     def _begin_write(self, request: BlockWrite) -> TierError | None:
         """Erase the slot's record, so that the slot is empty until the write has ended."""
@@ -314,7 +325,7 @@ class DiskTier(Tier):
             for i, request in enumerate(requests):
                 if request.slot >> STORE_SHIFT:
                     continue
-                record = self._find(request.slot, request.key, nbytes_of(request.buffers))
+                record = self._find(request, nbytes_of(request.buffers))
                 if isinstance(record, Record):
                     records[i] = record
                     yield Piece(i, request.slot, request.buffers)
@@ -335,17 +346,19 @@ class DiskTier(Tier):
         for i, future in checked.items():
             results[i] = future.result()
 
-    def _find_direct(self, slot: int, key: bytes) -> Record | TierError:
+    def _find_direct(self, request: DeviceRead) -> Record | TierError:
         """Return the record of a block to read straight into device memory, or an error."""
+        slot = request.slot
         if self._direct is None or slot >> STORE_SHIFT:
             return NotDirect(f"slot {slot} is in a file that is not read into device memory")
-        record = self._find(slot, key, self.slot_nbytes)
+        record = self._find(request, self.slot_nbytes)
         if isinstance(record, Record) and (record.nonce or not record.sum):
             return NotDirect(f"slot {slot} was written without a sum for device memory")
         return record
 
-    def _find(self, slot: int, key: bytes, nbytes: int) -> Record | TierError:
-        """Return the slot's record if the slot holds block ``key``, and it fits into ``nbytes``."""
+    def _find(self, request: BlockRead | DeviceRead, nbytes: int) -> Record | TierError:
+        """Return the record of the block that is asked for, if it fits into ``nbytes``."""
+        slot = request.slot
         refused = self._refuse(slot, nbytes)
         if refused is not None:
             return refused
@@ -353,29 +366,28 @@ class DiskTier(Tier):
             record = self._index.get(slot)
         except OSError as error:
             return self._unavailable("reading", slot, error)
-        if record is None or record.key != key or record.nbytes != self._block_nbytes:
-            return CorruptBlock(f"slot {slot} of {self._data.path} does not hold {key.hex()}")
+        fits = record is not None and record.nbytes == self._block_nbytes
+        if record is None or not fits or not is_asked_for(record, request):
+            return not_held(f"slot {slot} of {self._data.path}", request.key)
         return record
 
     def _end_read(self, request: BlockRead, record: Record, outcome: Outcome) -> TierError | None:
         """Verify a block whose bytes have arrived, and decrypt it if necessary."""
-        slot, key, buffers = request.slot, request.key, request.buffers
         if isinstance(outcome, OSError):
-            return self._unavailable("reading", slot, outcome)
-        if outcome >= record.nbytes and is_whole(self._cipher, record, buffers, self._shard_name):
-            return None
-        return self._damaged(slot, key)
+            return self._unavailable("reading", request.slot, outcome)
+        if outcome < record.nbytes:
+            return self._damaged(request, Mismatch.TRUNCATED)
+        wrong = record.mismatch(self._guard, request.buffers, self._shard_name)
+        return None if wrong is None else self._damaged(request, wrong)
 
-    def _damaged(self, slot: int, key: bytes) -> CorruptBlock:
+    def _damaged(self, request: BlockRead | DeviceRead, wrong: Mismatch) -> CorruptBlock:
         """Erase a slot whose bytes are not those that were written, and return the error."""
+        slot = request.slot
         try:
             self._index.erase(slot)
         except OSError as error:
             _log.warning("slot %d could not be marked bad: %s", slot, error)
-        return CorruptBlock(
-            f"slot {slot} of {self._data.path}: the bytes of block {key.hex()} are not those "
-            "written; the slot is erased"
-        )
+        return damaged(f"slot {slot} of {self._data.path}", request.key, wrong)
 
     def _read_foreign(self, request: BlockRead) -> TierError | None:
         number, slot = request.slot >> STORE_SHIFT, request.slot & (1 << STORE_SHIFT) - 1
@@ -383,7 +395,7 @@ class DiskTier(Tier):
         if store is None:
             return SlotError(f"slot {request.slot} is of store {number}, which is not open")
         try:
-            return store.read(slot, request.key, request.buffers)
+            return store.read(slot, request)
         except OSError as error:
             return self._unavailable("reading", request.slot, error)
 
@@ -464,13 +476,13 @@ def _open_foreign(
     folders: Mapping[int, Path],
     part: Part,
     direct_io: str,
-    cipher: BlockCipher | None,
+    guard: BlockGuard | None,
 ) -> dict[int, ForeignStore]:
     """Open the stores that can be read. Log the others, whose blocks are then recomputed."""
 
     def open_one(folder: Path) -> ForeignStore | None:
         try:
-            return ForeignStore(folder, part, direct_io, cipher)
+            return ForeignStore(folder, part, direct_io, guard)
         except (TierError, FormatError) as error:
             _log.warning("the store %s is not read: %s", folder, error)
             return None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, ValidationError
 
-from kvcore.config.fields import SchemaModel, Seconds
+from kvcore.config.fields import Name, SchemaModel, Seconds
 from kvcore.config.walk import supported
 from kvcore.errors import ConfigError
 
@@ -55,6 +55,16 @@ class StoreOptions(SchemaModel):
         default=5.0,
         description="Seconds between two reads of the splits that other engines have stored: their "
         "numbers of ranks and stages. They are read when a block is missing.",
+    )
+
+    key_env: Name | None = Field(
+        default=None,
+        description="Encrypt values (AES-256-GCM) with the key in this environment variable, as "
+        "for `disk.key_env`. Every host that uses the store needs it.",
+    )
+    key_file: Name | None = Field(
+        default=None,
+        description="Encrypt values with the key in this file, as for `disk.key_file`.",
     )
 
     @property

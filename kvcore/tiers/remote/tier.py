@@ -17,9 +17,9 @@ from kvcore._util.threads import started
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
-from kvcore.tiers.checksum import checksum
+from kvcore.tiers.guard import BlockGuard, first_bytes, guard_of
 from kvcore.tiers.remote.base import BlockStore, Item
-from kvcore.tiers.remote.format import HEADER_NBYTES, Header, verify
+from kvcore.tiers.remote.format import HEADER_NBYTES, Header, seal, verify
 from kvcore.tiers.remote.lookup import Finder
 from kvcore.tiers.remote.object_keys import Shard, ShardSlice
 from kvcore.tiers.remote.options import StoreOptions, read_options
@@ -59,11 +59,14 @@ class StoreKind(NamedTuple):
 def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     """Open a rank's tier over a store of ``kind``. Raises ConfigError, UnsupportedError."""
     options = read_options(kind.options, context)
-    shard = Shard.of(context.geometry, context.rank, options.prefix)
+    guard = guard_of(context, options.key_env, options.key_file)
+    geometry = context.geometry.guarded(guard)
+    shard = Shard.of(geometry, context.rank, options.prefix)
     store = _opened(context, kind, options, context.rank)
-    shards = Shard.all_of(context.geometry, options.prefix)
+    shards = Shard.all_of(geometry, options.prefix)
     registry = ShardRegistry(store, shards, every_s=options.splits_s)
-    return StoreTier(store, shard, options, registry=registry, slot_nbytes=context.slot_nbytes)
+    size = context.slot_nbytes
+    return StoreTier(store, shard, options, registry=registry, slot_nbytes=size, guard=guard)
 
 
 def _opened(
@@ -85,7 +88,8 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     Raises ConfigError, UnsupportedError.
     """
     options = read_options(kind.options, context)
-    shards = Shard.all_of(context.geometry, options.prefix)
+    geometry = context.geometry.guarded(guard_of(context, options.key_env, options.key_file))
+    shards = Shard.all_of(geometry, options.prefix)
     store = _opened(context, kind, options, None)
     finder = Finder(
         store,
@@ -94,7 +98,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
         registry=ShardRegistry(store, shards, every_s=options.splits_s, announces=True),
         lookup_s=options.lookup_s,
         absent_s=options.absent_s,
-        pending_deletes=_pending_deletes(context, options) if context.state_folders else None,
+        pending_deletes=_pending_deletes(context, geometry.base, options),
     )
     return PreparedTier(
         max(context.num_slots, 1),
@@ -104,10 +108,14 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     )
 
 
-def _pending_deletes(context: TierContext, options: StoreOptions) -> PendingDeletes:
+def _pending_deletes(
+    context: TierContext, base: str, options: StoreOptions
+) -> PendingDeletes | None:
     """Return the pending deletes of this model in this store, and in no other."""
+    if not context.state_folders:
+        return None
     kind = f"{type(options).__module__}.{type(options).__qualname__}"
-    return PendingDeletes(context.state_folders, kind, context.geometry.base, options.place)
+    return PendingDeletes(context.state_folders, kind, base, options.place)
 
 
 class StoreTier(Tier):
@@ -120,7 +128,8 @@ class StoreTier(Tier):
     A batch is divided into at most ``options.parallel`` requests. A request that does not reach the
     store is repeated after a pause with jitter, until ``options.retries`` or ``options.deadline_s``
     is used up. A call therefore returns at most one store timeout after that deadline. A value that
-    is incomplete, or not what its name says, is deleted from the store.
+    is incomplete, or not what its name says, is deleted from the store. With a ``guard``, values
+    are encrypted or have a MAC, and only such values are accepted.
     """
 
     def __init__(
@@ -131,12 +140,14 @@ class StoreTier(Tier):
         *,
         registry: ShardRegistry | None = None,
         slot_nbytes: int = 0,
+        guard: BlockGuard | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.store = store
         self.slot_nbytes = slot_nbytes or shard.block_nbytes
         self._shard = shard
+        self._guard = guard
         self._registry = registry
         self._own: _Layout = (ShardSlice(shard, shard),)
         self._layouts: Sequence[_Layout] = (self._own,)
@@ -223,7 +234,7 @@ class StoreTier(Tier):
         self, layout: _Layout, requests: Sequence[BlockRead], until: float
     ) -> list[TierError | None]:
         """Read blocks in one layout. A block gets the worst error of its values."""
-        values = [_Value(part, request) for request in requests for part in layout]
+        values = [_Value(part, request, self._guard) for request in requests for part in layout]
 
         def get(batch: Sequence[_Value]) -> list[TierError | None]:
             found = self._persist(self.store.get, [value.item for value in batch], until)
@@ -242,9 +253,9 @@ class StoreTier(Tier):
     def _value(self, request: BlockWrite) -> Item:
         """Return the value to store: a header, and the block without the padding of its slot."""
         nbytes, shard = self._shard.block_nbytes, self._shard.digest
-        block = list(_first(request.buffers, nbytes))
-        digest = checksum(request.key, block, nbytes)
-        header = Header(nbytes, request.key, request.parent, request.namespace, shard, digest)
+        block = list(first_bytes(request.buffers, nbytes))
+        header = Header(nbytes, *request[1:4], shard, bytes(16))
+        header, block = seal(header, self._guard, block)
         return Item(self._shard.name(request.key), [memoryview(header.pack()), *block])
 
     def _each(
@@ -304,9 +315,10 @@ def _shards(layout: _Layout) -> tuple[Shard, ...]:
 class _Value:
     """A value being read: the wanted bytes go to the request's buffers, the rest to scratch."""
 
-    def __init__(self, wanted: ShardSlice, request: BlockRead) -> None:
+    def __init__(self, wanted: ShardSlice, request: BlockRead, guard: BlockGuard | None) -> None:
         self._wanted = wanted
-        self._key = request.key
+        self._request = request
+        self._guard = guard
         self._header = memoryview(bytearray(HEADER_NBYTES))
         self._parts = list(_value_parts(wanted, request.buffers))
         parts = [self._header, *self._parts]
@@ -314,7 +326,8 @@ class _Value:
 
     def verify(self) -> CorruptBlock | None:
         """Return what is wrong with the value that was read; None if nothing is."""
-        return verify(self._header, self._key, self._wanted.digest, self._parts)
+        shard = self._wanted.digest
+        return verify(self._header, self._request, shard, self._parts, self._guard)
 
 
 def _value_parts(wanted: ShardSlice, buffers: Buffers) -> Iterator[memoryview]:
@@ -328,15 +341,6 @@ def _value_parts(wanted: ShardSlice, buffers: Buffers) -> Iterator[memoryview]:
         at = start + piece.nbytes
     if spare.nbytes:
         yield spare
-
-
-def _first(buffers: Buffers, nbytes: int) -> Iterator[memoryview]:
-    """Yield the first ``nbytes`` bytes, buffer by buffer."""
-    for buffer in buffers:
-        if nbytes:
-            flat = buffer.cast("B")[:nbytes]
-            yield flat
-            nbytes -= flat.nbytes
 
 
 def _worst(errors: Sequence[TierError | None]) -> TierError | None:

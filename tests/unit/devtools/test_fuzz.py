@@ -31,8 +31,10 @@ from kvcore.fusion import _segment_file as segment_file
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
+from kvcore.tiers.base import BlockRead
 from kvcore.tiers.disk.format import MAGIC, Record, read_table
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.guard import BlockCipher, BlockMac
 from kvcore.tiers.remote.format import Header, verify
 from kvcore_devtools import fuzz
 from kvcore_devtools.fuzz import TARGETS, Target, seeds, try_input
@@ -132,7 +134,9 @@ def test_headers_of_values(body: bytes, raw: bytes) -> None:
         found = Header.unpack(each)
         assert found is None or len(found.key) == 16
         if len(each) == 128:
-            assert verify(each, b"k" * 16, b"s" * 16, [memoryview(raw)]) is not None
+            asked = BlockRead(0, b"k" * 16, [memoryview(bytearray(raw))])
+            for guard in (None, BlockMac(bytes(32)), BlockCipher(bytes(32))):
+                assert verify(each, asked, b"s" * 16, asked.buffers, guard) is not None
 
 
 @FUZZ

@@ -20,18 +20,21 @@ from kvcore.fusion._chains import ChainPiece
 from kvcore.memory import checksums as sums
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
+from kvcore.tiers.base import BlockRead
 from kvcore.tiers.checksum import checksum as block_checksum
-from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import MAGIC, Record, read_table
 from kvcore.tiers.geometry import STAGED_VERSION, VERSION, Geometry
+from kvcore.tiers.guard import BlockCipher, BlockMac, key_of_secret
 from kvcore.tiers.remote import format as frame
 from kvcore.tiers.remote import shard_registry as splits
 
 PAGE = (Path(__file__).parents[3] / "docs" / "format.md").read_text()
 DIGEST = st.binary(min_size=16, max_size=16)
 NUMBER = st.integers(0, 2**64 - 1)
-PLAIN = st.just(b"")
-RECORD = st.builds(Record, DIGEST, DIGEST, DIGEST, DIGEST, NUMBER, NUMBER, PLAIN, PLAIN, NUMBER)
+FIELDS = [DIGEST] * 4 + [NUMBER] * 2
+NOTHING = st.just(b"")
+RECORD = st.builds(Record, *FIELDS, NOTHING, NOTHING, NUMBER, st.just(0))
+GUARDS = {1: BlockCipher, 2: BlockMac}
 
 
 def table(title: str) -> list[tuple[int, int, str, str]]:
@@ -94,32 +97,34 @@ def test_sums_are_what_the_page_says() -> None:
     assert sums.bound_to(key, 5) == 5 ^ xxhash.xxh3_64_intdigest(key)
 
 
-@given(
-    RECORD,
-    st.one_of(st.none(), st.tuples(DIGEST, DIGEST)),
-)
-def test_an_encrypted_record_is_what_the_page_says(record: Record, seal: Any) -> None:
+@given(RECORD, st.tuples(DIGEST, DIGEST), st.sampled_from(sorted(GUARDS)))
+def test_a_sealed_record_is_what_the_page_says(record: Record, seal: Any, flag: int) -> None:
     """Its associated data, too, is what the page says."""
-    if seal is not None:
-        record = record._replace(nonce=seal[0], tag=seal[1], sum=0)
-    fields = decode("Record of shard-N.index", record.pack())
-    assert int.from_bytes(fields["flags"], "little") == (seal is not None)
-    plain = record.sum.to_bytes(16, "little"), bytes(16)
-    assert (fields["nonce"], fields["tag"]) == (seal or plain)
-    assert Record.unpack(record.pack()) == record
-    if seal is not None:
-        packed = record.pack()
-        words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
-        assert record.associated_data(b"base (0, 2)") == words
+    record = record._replace(nonce=seal[0], tag=seal[1], sum=0, flags=flag)
+    packed = record.pack()
+    fields = decode("Record of shard-N.index", packed)
+    assert int.from_bytes(fields["flags"], "little") == GUARDS[flag].flag == flag
+    assert (fields["nonce"], fields["tag"]) == seal
+    assert Record.unpack(packed) == record
+    words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
+    assert record.associated_data(b"base (0, 2)") == words
+    flags = constant("Record of shard-N.index", "flags")
+    assert flags == "0; 1: the block is encrypted; 2: it has a MAC"
 
 
 def test_the_keys_of_blocks_are_what_the_page_says() -> None:
-    """test_disk_cipher.py compares the rest with the one-shot interface."""
+    """test_guard.py compares the rest with the one-shot interface."""
     key = bytes(range(32))
-    name = hmac.digest(key, b"kvcore-disk-1 key", "sha256")[:16].hex()
-    assert BlockCipher(key).name == f"aes-256-gcm/{name}"
-    assert "`kvcore-disk-1 key`" in PAGE
-    assert "`kvcore-disk-1 block`" in PAGE
+    guards = {"kvcore-disk-1": BlockCipher(key), "kvcore-mac-1": BlockMac(key)}
+    for label, guard in guards.items():
+        algorithm = {1: "aes-256-gcm", 2: "aes-256-gmac"}[guard.flag]
+        name = hmac.digest(key, f"{label} key".encode(), "sha256")[:16].hex()
+        assert guard.name == f"{algorithm}/{name}"
+        for text in (f"{label} key", f"{label} block", f"{algorithm}/"):
+            assert f"`{text}`" in PAGE
+    mac = hmac.digest(b"secret", b"kvcore-key-1 mac", "sha256")
+    assert key_of_secret("secret", "mac") == mac
+    assert "`kvcore-key-1 mac`" in PAGE
 
 
 @given(key=DIGEST, data=st.binary(min_size=1, max_size=300))
@@ -137,6 +142,20 @@ def test_a_values_header_is_what_the_page_says(nbytes: int, digests: Any) -> Non
     assert tuple(fields[name] for name in names) == digests
     assert int.from_bytes(fields["nbytes"], "little") == nbytes
     assert fields["magic"].decode() == constant("Header of a value", "magic")
+    assert not any(fields["nonce"])
+
+
+@given(NUMBER, st.tuples(*[DIGEST] * 5), DIGEST, st.sampled_from(sorted(GUARDS)))
+def test_a_sealed_values_header_is_what_the_page_says(
+    nbytes: int, digests: Any, nonce: bytes, flag: int
+) -> None:
+    header = frame.Header(nbytes, *digests, flag, nonce)
+    packed = header.pack()
+    fields = decode("Header of a value", packed)
+    assert (fields["checksum"], fields["nonce"]) == (digests[-1], nonce)
+    assert int.from_bytes(fields["flags"], "little") == flag
+    assert frame.Header.unpack(packed) == header
+    assert header.associated_data == packed[:80] + bytes(16)
 
 
 def test_a_split_is_what_the_page_says() -> None:
@@ -236,7 +255,8 @@ def test_a_record_of_another_version_is_not_there(version: int, tmp_path: Path) 
 def test_a_value_of_another_version_is_refused_by_name(version: int) -> None:
     good = frame.Header(1, *[b"k" * 16] * 5).pack()
     data = reseal(good, 4, version, 96)
-    error = frame.verify(data, b"k" * 16, b"k" * 16, [memoryview(b"x")])
+    asked = BlockRead(0, b"k" * 16, [memoryview(b"x")])
+    error = frame.verify(data, asked, b"k" * 16, asked.buffers)
     assert f"of format version {version}; this kvcore reads {frame.VERSION}" in str(error)
 
 

@@ -93,7 +93,8 @@ class StagingRig:
         for i in range(BLOCKS):
             memory = Pages(SLOT).view
             memory[:] = content(i)
-            writes.append(BlockWrite(i, key(i), bytes(16), b"n" * 16, [memory]))
+            parent = key(i - 1) if i else bytes(16)
+            writes.append(BlockWrite(i, key(i), parent, b"n" * 16, [memory]))
         assert tier.write(writes) == [None] * BLOCKS
 
     def graph(

@@ -5,8 +5,6 @@ another place. Apart from that the tier behaves as it does without encryption.
 from __future__ import annotations
 
 import base64
-import hmac
-import random
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,9 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvcore.config import load_config, read_key
 from kvcore.errors import ConfigError, CorruptBlock, FormatError
@@ -32,10 +27,11 @@ from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk import DiskTier, Geometry, MountedStore, PreparedStore, prepare_store
 from kvcore.tiers.disk import tier as disk_tier
-from kvcore.tiers.disk.cipher import AT_ONCE, BlockCipher
 from kvcore.tiers.disk.format import Record
+from kvcore.tiers.disk.scratch import AT_ONCE
 from kvcore.tiers.disk.scrub import StoreState, scrub
 from kvcore.tiers.geometry import RECORD_NBYTES
+from kvcore.tiers.guard import BlockCipher, BlockMac
 from support import disk as disk_rig
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=32, block_tokens=16, dtype="bfloat16")
@@ -49,54 +45,11 @@ ROOM = 2 << 20
 def opened(
     path: Path, geometry: Geometry = GEOMETRY, cipher: BlockCipher | None = CIPHER, **options: Any
 ) -> AbstractContextManager[tuple[PreparedStore, DiskTier]]:
-    return disk_rig.opened(path, geometry, ROOM, cipher=cipher, **options)
+    return disk_rig.opened(path, geometry, ROOM, guard=cipher, **options)
 
 
 def some_blocks(count: int) -> list[Block]:
     return [Block(slot, slot, SLOT) for slot in range(count)]
-
-
-# -- the cipher alone ---------------------------------------------------------------------------
-
-PARTS = st.lists(st.binary(min_size=1, max_size=200), min_size=1, max_size=4)
-
-
-@given(parts=PARTS, bound=st.binary(max_size=40), padding=st.integers(0, 9))
-def test_it_is_aes_gcm_under_a_key_drawn_for_the_nonce(
-    parts: list[bytes], bound: bytes, padding: int
-) -> None:
-    """Compare with the one-shot interface, and with keys derived here as docs/format.md says."""
-    data = b"".join(parts)
-    into = memoryview(bytearray(len(data) + padding))
-    views = [memoryview(part) for part in (*parts, b"p" * padding)]
-    seal = CIPHER.seal(views, len(data), bound, into)
-    key = hmac.digest(KEY, b"kvcore-disk-1 block" + seal.nonce, "sha256")
-    assert AESGCM(key).encrypt(seal.nonce[:12], data, bound) == bytes(into[: len(data)]) + seal.tag
-    assert CIPHER.unseal(seal, [into[:7], into[7:]], len(data), bound)
-    assert bytes(into[: len(data)]) == data
-
-
-@given(st.data())
-def test_whatever_is_changed_is_noticed(data: st.DataObject) -> None:
-    block = random.Random(0).randbytes(100)
-    into = memoryview(bytearray(100))
-    seal = CIPHER.seal([memoryview(block)], 100, b"bound", into)
-    at, mask = data.draw(st.integers(0, 99 + 16 + 12)), data.draw(st.integers(1, 255))
-    whole = bytearray(bytes(into) + seal.tag + seal.nonce)
-    whole[at] ^= mask
-    body, tag, nonce = memoryview(whole)[:100], bytes(whole[100:116]), bytes(whole[116:])
-    assert not CIPHER.unseal(seal._replace(nonce=nonce, tag=tag), [body], 100, b"bound")
-    assert not CIPHER.unseal(seal, [memoryview(bytearray(into))], 100, b"other")
-    assert not BlockCipher(OTHER).unseal(seal, [memoryview(bytearray(into))], 100, b"bound")
-    assert CIPHER.unseal(seal, [into], 100, b"bound")
-
-
-def test_a_name_tells_keys_apart_and_no_key() -> None:
-    assert CIPHER.name == BlockCipher(KEY).name != BlockCipher(OTHER).name
-    assert KEY.hex() not in repr(CIPHER)
-    assert KEY not in bytes.fromhex(CIPHER.name.split("/")[1])
-    with pytest.raises(ConfigError, match="a key of 16 bytes"):
-        BlockCipher(KEY[:16])
 
 
 # -- the tier -----------------------------------------------------------------------------------
@@ -115,7 +68,7 @@ class TestEncryptedDiskTier(TierContract):
             GEOMETRY,
             shard=0,
             slot_nbytes=SLOT,
-            cipher=CIPHER,
+            guard=CIPHER,
         )
 
 
@@ -218,9 +171,9 @@ def test_what_another_key_or_none_wrote_is_never_served(
             read_back(tier, blocks[0])
         write_blocks(tier, blocks)
     with pytest.raises(FormatError, match=r"cipher|another model"):
-        DiskTier(mine.mounted, other, shard=0, slot_nbytes=SLOT, cipher=cipher)
+        DiskTier(mine.mounted, other, shard=0, slot_nbytes=SLOT, guard=cipher)
     with pytest.raises(FormatError, match="uses the cipher"):
-        DiskTier(mine.mounted, GEOMETRY, shard=0, slot_nbytes=SLOT, cipher=cipher)
+        DiskTier(mine.mounted, GEOMETRY, shard=0, slot_nbytes=SLOT, guard=cipher)
     with opened(tmp_path) as (_, tier):
         assert read_back(tier, blocks[2]) == blocks[2].data
 
@@ -245,7 +198,8 @@ def test_a_block_is_bound_to_its_record_and_its_place(tmp_path: Path) -> None:
         "stamp": record._replace(stamp=record.stamp + 1),
         "tag": record._replace(tag=b"x" * 16),
         "nonce": record._replace(nonce=b"x" * 16),
-        "plain": record._replace(nonce=b"", tag=b""),
+        "plain": record._replace(nonce=b"", tag=b"", flags=0),
+        "mac": record._replace(flags=BlockMac.flag),
     }
     for name, lie in forged.items():
         index.write_bytes(lie.pack())
@@ -265,7 +219,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     key, parent, space = Block(0, 0, SLOT).key, bytes(16), b"n" * 16
     store = prepare_store(tmp_path, two, ROOM, wait_s=0)
     for shard in (0, 1):
-        tier = disk_rig.open_tier(store, two, shard, cipher=CIPHER)
+        tier = disk_rig.open_tier(store, two, shard, guard=CIPHER)
         part = memoryview(heads[:, shard].tobytes())
         assert tier.write([BlockWrite(0, key, parent, space, [part])]) == [None]
         tier.close()
@@ -280,7 +234,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     store = prepare_store(tmp_path, geometry, ROOM, wait_s=0)
     # a leader mounts a store that this key cannot read
     mounted = MountedStore(store.folder, 2, {1: found.foreign[1]})
-    tier = DiskTier(mounted, geometry, shard=0, slot_nbytes=SLOT, cipher=other)
+    tier = DiskTier(mounted, geometry, shard=0, slot_nbytes=SLOT, guard=other)
     (error,) = tier.read([BlockRead(record.slot, key, [into])])
     assert isinstance(error, CorruptBlock)
     tier.close()

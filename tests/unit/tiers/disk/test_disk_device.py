@@ -17,9 +17,9 @@ from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
 from kvcore.tiers.disk import STORE_SHIFT, DiskTier
 from kvcore.tiers.disk import gds as direct
-from kvcore.tiers.disk.cipher import BlockCipher
 from kvcore.tiers.disk.format import Record
 from kvcore.tiers.geometry import RECORD_NBYTES
+from kvcore.tiers.guard import BlockCipher
 from kvcore.worker.device_staging import StagedReads
 from kvcore_devtools.servers import need_client
 from support.disk import GEOMETRY, SHAPE, SLOT, fill, flip, opened, some_blocks
@@ -170,7 +170,7 @@ def test_a_tier_that_reads_none_so(
     cipher = BlockCipher(bytes(32)) if why == "cipher" else None
     geometry = GEOMETRY if cipher is None else _encrypted(cipher)
     blocks = some_blocks(5)
-    with opened(path, geometry, device_sums=True, cipher=cipher) as (_, tier):
+    with opened(path, geometry, device_sums=True, guard=cipher) as (_, tier):
         one: Tier = tier
         if why == "memory":
             from kvcore.tiers.memory import MemoryTier
