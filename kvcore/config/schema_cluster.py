@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from kvcore.config.fields import Name, SchemaModel, Seconds, Size, parse_size
+from kvcore.config.fields import Name, SchemaModel, Seconds, Size, is_socket, parse_size
+from kvcore.errors import ConfigError
 
 __all__ = ["ClusterConfig", "EventsConfig", "MemberConfig"]
+
+
+def _endpoint(value: str) -> str:
+    if value.startswith("ipc:") and not is_socket(value):
+        raise ConfigError(f'given {value!r}; supported are "tcp://HOST:PORT" and "ipc://SOCKET"')
+    return value
+
+
+Endpoint = Annotated[Name, AfterValidator(_endpoint)]
 
 
 class EventsConfig(SchemaModel):
     """Block events for routers and other consumers. Off unless `endpoint` or `nats` is set."""
 
-    endpoint: Name | None = Field(
+    endpoint: Endpoint | None = Field(
         default=None,
         description="ZMQ endpoint to publish at, in the format of vLLM's KV events. "
         '"tcp://*:5557" and "ipc:///path" are bound, other addresses are connected to. Anyone who '
         "can connect can read which blocks are held, so bind an address that only routers can "
         "reach. Unset: no events over ZMQ.",
     )
-    replay_endpoint: Name | None = Field(
+    replay_endpoint: Endpoint | None = Field(
         default=None,
         description="ZMQ endpoint to bind for consumers that missed events. Without it they "
         "cannot catch up.",

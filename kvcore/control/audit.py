@@ -70,17 +70,14 @@ def identity(frame: Any) -> str:
 
     The kernel vouches for a local peer, CURVE for a key. A name given by the client proves nothing.
     """
-    import zmq
+    from kvcore._util.zmq_socket import local_peer, zmq
 
-    for key in ("User-Id", "Peer-Address"):
+    if (peer := local_peer(frame)) is not None:
+        return f"uid {peer.uid} pid {peer.pid}"
+    for key, kind in (("User-Id", "curve key"), ("Peer-Address", "address")):
         try:
-            said = str(frame.get(key))
-        except zmq.ZMQError:
+            if said := str(frame.get(key)):
+                return f"{kind} {said}"
+        except zmq.ZMQError:  # noqa: PERF203 - two keys
             continue
-        if key == "User-Id" and said:
-            return f"curve key {said}"
-        parts = said.rsplit(":", 3)
-        if len(parts) == 4:  # a local socket: host, uid, gid, pid
-            return f"uid {parts[1]} pid {parts[3]}"
-        return f"address {said}"
     return "unknown"

@@ -11,14 +11,13 @@ models.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
-from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore._util.zmq_socket import Context, bind_local, is_of_another_user, make_socket, zmq
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
@@ -150,13 +149,12 @@ class Server:
         if address.startswith("tcp://"):
             assert self._config.server.keys is not None
             self._guard = lock_server(self._socket, self._config.server.keys)
-        before = os.umask(0o177)  # only this user may open the socket, from the first moment
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
-        finally:
-            os.umask(before)
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
+        else:
+            bind_local(self._socket, address, "server.address")
 
     def run(self) -> None:
         """Serve until `stop` is called, then close. Blocks."""
@@ -183,7 +181,10 @@ class Server:
                     break
                 self._frame = parts[-1]
                 client, *message = [part.bytes for part in parts]
-                self._receive(client, message)
+                if is_of_another_user(self._frame):
+                    _log.warning("refused: a message of another user who=%s", self._who())
+                else:
+                    self._receive(client, message)
         for cache in self.models:
             cache.tick()
         self._sweep()
