@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore._util.curve import Guard
 from kvcore._util.msgpack import MAX_MESSAGE
+from kvcore._util.private import guarded_folder
 from kvcore._util.zmtp_gate import Gate, Limits
-from kvcore.errors import UnsupportedError
+from kvcore.errors import ConfigError, UnsupportedError
 
 try:
     import zmq
 except ImportError as error:  # pragma: no cover - everything else works without
     raise UnsupportedError("a kvcore server and its clients need pyzmq: install it") from error
 
-__all__ = ["QUEUED", "Context", "Entrance", "Limits", "make_socket", "zmq"]
+__all__ = [
+    "IPC",
+    "QUEUED",
+    "Context",
+    "Entrance",
+    "Limits",
+    "LocalPeer",
+    "bind_local",
+    "is_of_another_user",
+    "local_address",
+    "local_peer",
+    "make_socket",
+    "zmq",
+]
+
+IPC = "ipc://"
 
 QUEUED = 4096
 """Messages that may wait for one peer. More are dropped, and the peer's session restarts."""
@@ -92,3 +109,62 @@ class Entrance:
         self._context.term()
         for gate in self._gates:
             gate.stop()
+
+
+# -- local sockets: both ends belong to one user --------------------------------------------------
+
+
+class LocalPeer(NamedTuple):
+    """The process at the other end of a local socket, as the kernel tells it (SO_PEERCRED)."""
+
+    uid: int
+    pid: int
+
+
+def local_peer(frame: Any) -> LocalPeer | None:
+    """Return who sent a frame over a local socket; None for a frame that came otherwise."""
+    try:
+        parts = str(frame.get("Peer-Address")).rsplit(":", 3)
+    except zmq.ZMQError:
+        return None
+    if len(parts) != 4:  # host, uid, gid, pid; over TCP: an address
+        return None
+    return LocalPeer(int(parts[1]), int(parts[3]))
+
+
+def is_of_another_user(frame: Any) -> bool:
+    """Return True if a process of another user, root excepted, sent a frame over a local socket."""
+    peer = local_peer(frame)
+    return peer is not None and peer.uid not in (0, os.geteuid())
+
+
+def local_address(address: str) -> tuple[str, int]:
+    """Return an address through the checked folder of a local socket, and the folder's descriptor.
+
+    The address leads to that folder even after another one has taken its name. It is valid until
+    the descriptor is closed. Raises OSError if there is no such folder, or if other users may make
+    sockets in it.
+    """
+    path = Path(address.removeprefix(IPC))
+    folder = guarded_folder(path.parent)
+    return f"{IPC}/proc/self/fd/{folder}/{path.name}", folder
+
+
+def bind_local(socket: Any, address: str, setting: str) -> None:
+    """Bind a local socket that only this user may open, from the first moment.
+
+    Raises ConfigError, which names the ``setting``, if it cannot be bound, or if other users may
+    make sockets in its folder.
+    """
+    try:
+        os.close(local_address(address)[1])
+        before = os.umask(0o177)
+        try:
+            socket.bind(address)
+        finally:
+            os.umask(before)
+    except OSError as error:  # zmq.ZMQError is none
+        what = f"{error.filename}: {error.strerror}"
+        raise ConfigError(f"{setting} {address!r} cannot be bound: {what}") from error
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{setting} {address!r} cannot be bound: {error}") from error

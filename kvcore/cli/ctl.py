@@ -189,7 +189,7 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
     listening = Listening(address)
 
     def alive() -> bool:
-        return link.refused is None and listening.holds()
+        return link.refused is None and not link.distrusted and listening.holds()
 
     try:
         if address.startswith("tcp://"):
@@ -200,14 +200,15 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
                     f"what listens at {address!r} does not answer: it hangs, or has other keys "
                     f"than {target.config.server.keys}"
                 )
-        reply = link.ask(
-            ControlRequest(link.ref(), order, _hex(target.model, "--model")),
-            target.timeout,
-            alive=alive,
-        )
+        reply = None
+        if alive():
+            request = ControlRequest(link.ref(), order, _hex(target.model, "--model"))
+            reply = link.ask(request, target.timeout, alive=alive)
         reply = reply or link.refused
     finally:
         link.close()
+    if link.distrusted:
+        raise TierUnavailable(f"nothing is sent, because of other users: {link.distrusted}")
     if reply is None and listening.why:
         raise TierUnavailable(
             f"nobody listens at {target.config.server.address!r} ({listening.why}): start it, or "

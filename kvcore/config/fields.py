@@ -23,6 +23,7 @@ __all__ = [
     "Source",
     "expand_user",
     "format_size",
+    "is_socket",
     "parse_size",
 ]
 
@@ -97,6 +98,15 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"given {str(path)!r}: {error}; write the whole path") from error
+
+
+def is_socket(value: str) -> bool:
+    """Return True if ``value`` is the ZeroMQ address of a local socket that has a path.
+
+    Abstract sockets ("ipc://@NAME") have no path, and so neither owner nor mode: any user may
+    connect to one, or listen at it first.
+    """
+    return re.fullmatch(r"ipc://[^@*].*", value) is not None
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]

@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds, Size, parse_size
+from kvcore.config.fields import (
+    FolderPath,
+    Name,
+    SchemaModel,
+    Seconds,
+    Size,
+    is_socket,
+    parse_size,
+)
 from kvcore.config.network import check_open
+from kvcore.errors import ConfigError
 
 __all__ = ["ClusterConfig", "EventsConfig", "MemberConfig", "is_bound"]
+
+
+def _endpoint(value: str) -> str:
+    if value.startswith("ipc:") and not is_socket(value):
+        raise ConfigError(f'given {value!r}; supported are "tcp://HOST:PORT" and "ipc://SOCKET"')
+    return value
+
+
+Endpoint = Annotated[Name, AfterValidator(_endpoint)]
 
 
 class EventsConfig(SchemaModel):
     """Block events for routers and other consumers. Off unless `endpoint` or `nats` is set."""
 
-    endpoint: Name | None = Field(
+    endpoint: Endpoint | None = Field(
         default=None,
         description="ZMQ endpoint to publish at, in the format of vLLM's KV events. "
         '"@tcp://127.0.0.1:5557", "tcp://*:5557" and "ipc:///path" are bound, other addresses are '
         "connected to. An address that other hosts reach needs `keys` or `trusted_network`. Unset: "
         "no events over ZMQ.",
     )
-    replay_endpoint: Name | None = Field(
+    replay_endpoint: Endpoint | None = Field(
         default=None,
         description="ZMQ endpoint to bind for consumers that missed events. Without it they "
         "cannot catch up.",

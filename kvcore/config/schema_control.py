@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvcore.config.fields import Name, SchemaModel, parse_size
+from kvcore.config.fields import Name, SchemaModel, is_socket, parse_size
 from kvcore.errors import ConfigError
 
 __all__ = ["ControlConfig", "TenantConfig", "parse_quota", "tenant_name"]
@@ -48,8 +48,8 @@ def _quota(value: object) -> str:
 
 
 def _socket(value: str) -> str:
-    if not re.fullmatch(r"ipc://.+", value):
-        raise ConfigError(f'given {value!r}; supported is "ipc://SOCKET"')
+    if not is_socket(value):
+        raise ConfigError(f'given {value!r}; supported is "ipc://SOCKET" with the path of a socket')
     return value
 
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds
+from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds, is_socket
 from kvcore.errors import ConfigError
 
 __all__ = ["ServerConfig"]
 
 
 def _address(value: str) -> str:
-    if value == "local" or re.fullmatch(r"ipc://.+|tcp://[^/]+:[0-9]+", value):
+    if value == "local" or is_socket(value) or re.fullmatch(r"tcp://[^/]+:[0-9]+", value):
         return value
     raise ConfigError(
         f'given {value!r}; supported are "local", "ipc://SOCKET" and "tcp://HOST:PORT"'

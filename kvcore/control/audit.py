@@ -72,15 +72,13 @@ def identity(frame: Any, *, curve: bool = False) -> str:
     The kernel vouches for a local peer, and CURVE for a key, if the socket is locked with it. A
     name given by the client proves nothing, and neither does a key that it names elsewhere.
     """
-    import zmq
+    from kvcore._util.zmq_socket import local_peer, zmq
 
     if curve:
         return f"curve key {curve_key(frame)}"
+    if (peer := local_peer(frame)) is not None:
+        return f"uid {peer.uid} pid {peer.pid}"
     try:
-        said = str(frame.get("Peer-Address"))
+        return f"address {frame.get('Peer-Address')}"
     except zmq.ZMQError:
         return "unknown"
-    parts = said.rsplit(":", 3)
-    if len(parts) == 4:  # a local socket: host, uid, gid, pid
-        return f"uid {parts[1]} pid {parts[3]}"
-    return f"address {said}"

@@ -10,12 +10,11 @@ next step.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from typing import Any
 
-from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore._util.zmq_socket import Context, bind_local, is_of_another_user, make_socket, zmq
 from kvcore.control.audit import identity
 from kvcore.control.messages import (
     ControlReply,
@@ -52,14 +51,11 @@ class Endpoint:
         self._ended = threading.Event()
         self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
-        before = os.umask(0o177)  # only this user may open the socket, from the first moment
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            bind_local(self._socket, address, "control.address")
+        except ConfigError:
             self._context.destroy(linger=0)
-            raise ConfigError(f"control.address {address!r} cannot be bound: {error}") from error
-        finally:
-            os.umask(before)
+            raise
         self._thread = threading.Thread(target=self._listen, name="kvcore-control", daemon=True)
         self._thread.start()
 
@@ -100,7 +96,10 @@ class Endpoint:
         while not self._ended.is_set():
             if self._socket.poll(POLL_MS):
                 client, *parts = self._socket.recv_multipart(copy=False)
-                self._take(client.bytes, parts)
+                if is_of_another_user(client):
+                    _log.warning("refused: a message of another user who=%s", identity(client))
+                else:
+                    self._take(client.bytes, parts)
             self._answer()
         self._answer()
         self._context.destroy(linger=100)

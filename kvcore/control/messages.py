@@ -63,6 +63,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     malformed  the message could not be understood
     control    the command cannot be carried out
     internal   a bug; the server's log has the traceback
+
+    A client itself refuses a welcome as "distrusted" if other users may have made what it names.
     """
 
     ref: Ref

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvcore._util.private import open_folder, write_whole
 from kvcore.model.keys import KEY_BYTES
 from kvcore.server.messages import Model
 
@@ -45,13 +46,14 @@ class PendingClears:
 
         If the file cannot be written, that is logged.
         """
-        draft = self._path.with_name(f"draft-{self._path.name}")
         names = None if namespaces is None else [namespace.hex() for namespace in namespaces]
         try:
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)  # no server was here yet
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(names, file)
-            draft.replace(self._path)
+            folder = open_folder(self._path.parent, make=True)  # maybe no server was here yet
+            try:
+                name, text = self._path.name, json.dumps(names).encode()
+                write_whole(folder, name, text, draft=f"draft-{name}", sync=False)
+            finally:
+                os.close(folder)
         except OSError as error:
             _log.error(
                 "a clear is not written down in %s, and lost if this engine ends before a kvcore "

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from kvcore._util.curve import lock_client
-from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore._util.zmq_socket import (
+    IPC,
+    Context,
+    is_of_another_user,
+    local_address,
+    make_socket,
+    zmq,
+)
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
@@ -47,7 +55,8 @@ class Link:
     ) -> None:
         """Connect without waiting for the server.
 
-        Raises ConfigError for an address or keys that cannot be used.
+        A local server is connected to only where no other user can have made its socket. Raises
+        ConfigError for an address or keys that cannot be used.
         """
         self._config = config
         self._address = address_of(config)
@@ -61,16 +70,44 @@ class Link:
         """When the server last sent anything."""
         self.refused: Refused | None = None
         """The last refusal that answers no particular request."""
+        self.distrusted = ""
+        """Why nothing is sent to what is at the server's address; empty if nothing is wrong."""
+        self._folder: int | None = None
+        """The folder of a local server's socket, checked; the connection leads through it."""
         self._closed = False
         self._context = Context()
         self._socket = self._connect()
 
     def _connect(self) -> Any:
         socket = make_socket(self._context, zmq.DEALER)
-        if self._address.startswith("tcp://") and self._config.keys is not None:
+        if self._address.startswith(IPC):
+            self._connect_local(socket)
+            return socket
+        if self._config.keys is not None:
             lock_client(socket, self._config.keys)
         socket.connect(self._address)
         return socket
+
+    def _connect_local(self, socket: Any) -> None:
+        """Connect through the socket's folder, if other users cannot have made the socket.
+
+        If not, or if there is no folder yet, the socket stays unconnected until `renew`.
+        """
+        self._leave_folder()
+        self.distrusted = ""
+        try:
+            address, self._folder = local_address(self._address)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.distrusted = f"{self._address} is not used: {error.filename}: {error.strerror}"
+            return
+        socket.connect(address)
+
+    def _leave_folder(self) -> None:
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
     def ref(self) -> int:
         """Return a new number for a request."""
@@ -137,6 +174,7 @@ class Link:
         with self._lock:
             self._closed = True
             self._context.destroy(linger=200)
+            self._leave_folder()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -182,10 +220,13 @@ class Link:
             return False
         while True:
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return True
-            self._take(parts)
+            if is_of_another_user(parts[0]):
+                self.distrusted = f"another user's process answers at {self._address}"
+            else:
+                self._take([part.bytes for part in parts])
 
     def _take(self, parts: list[bytes]) -> None:
         try:

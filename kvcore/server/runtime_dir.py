@@ -14,6 +14,9 @@ process is gone, whatever the reason. The server therefore asks for the exclusiv
 the lock, no process reads or writes the session's slots any more, and none can begin to, because
 the server removes the file before it releases the lock. A process that is only slow, or stopped,
 keeps its slots.
+
+Another user of the machine may have made the folder first. Server and clients alike therefore use
+it, and the files in it, only as `kvcore._util.private` opens them.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
-import stat
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.private import NotPrivateError, open_file, open_folder
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
 from kvcore.errors import ConfigError, TierUnavailable
@@ -38,6 +42,7 @@ _log = logging.getLogger("kvcore.server")
 SESSION_BITS = 24
 GRAPH_BITS = 63 - SESSION_BITS
 _SOCKET_PATH_MAX = 107
+_FILE_NAME = re.compile(r"(session|arena)-[0-9]+")
 
 
 def session_of(graph_id: int) -> int:
@@ -66,17 +71,23 @@ def address_of(config: ServerConfig) -> str:
     return address
 
 
-def check_private(folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` belongs to this user and nobody else may enter it."""
+def open_runtime_dir(path: Path, *, make: bool = False) -> int:
+    """Open the runtime directory, and return its descriptor. ``make`` creates it if it is missing.
+
+    Raises ConfigError if other users may have written in it, and FileNotFoundError if it is
+    missing.
+    """
     try:
-        found = folder.lstat()
-    except OSError as error:
-        raise ConfigError(f"server.folder {folder} cannot be used: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        return open_folder(path, make=make)
+    except NotPrivateError as error:
         raise ConfigError(
-            f"server.folder {folder} is not a folder of user {os.getuid()} with mode 0700: "
-            "remove it, or name another"
-        )
+            f"server.folder {path} is not used: {error.strerror}. Correct that, or name "
+            "another folder"
+        ) from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"server.folder {path} cannot be used: {error.strerror}") from error
 
 
 class RuntimeDir:
@@ -89,17 +100,24 @@ class RuntimeDir:
         """
         self.path = path
         try:
-            path.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
+            self._folder = open_runtime_dir(path, make=True)
+        except FileNotFoundError as error:
             raise ConfigError(f"server.folder {path} cannot be made: {error.strerror}") from error
-        check_private(path)
-        self._lock = _open(path / "server.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            self._lock = self.open("server.lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            os.close(self._folder)
+            raise ConfigError(f"{path}/server.lock cannot be used: {error.strerror}") from error
         if not _try_lock(self._lock, fcntl.LOCK_EX):
-            os.close(self._lock)
+            self.close()
             raise ConfigError(f"a server serves in {path} already: stop it, or name another folder")
         for left in (*path.glob("arena-*"), *path.glob("session-*"), *path.glob("*.sock")):
             left.unlink(missing_ok=True)
         self._counter = self._last_number()
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of the directory, as `kvcore._util.private.open_file` does."""
+        return open_file(name, flags, within=self._folder)
 
     def next_number(self) -> int:
         """Return a session number that was given to no client for a long time."""
@@ -119,7 +137,7 @@ class RuntimeDir:
         Uses huge pages if the mount allows them. Takes about a second for each few GiB. Raises
         TierUnavailable if there is not enough memory.
         """
-        file = _open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        file = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if huge_pages and not gives_huge_pages(file):
                 _log.warning(
@@ -150,6 +168,7 @@ class RuntimeDir:
     def close(self) -> None:
         """Release the lock, so that another server may use the directory."""
         os.close(self._lock)
+        os.close(self._folder)
 
 
 class SessionFile:
@@ -160,7 +179,7 @@ class SessionFile:
         self.secret = secrets.token_bytes(16)
         """Proof that a worker has read this file."""
         self._folder = folder
-        self._file = _open(folder.path / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._file = folder.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         os.write(self._file, json.dumps({**told, "secret": self.secret.hex()}).encode())
 
     def ended(self) -> bool:
@@ -187,11 +206,12 @@ class SessionLock:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Lock the session. Raises TierUnavailable if the session is over."""
-        try:
-            self._file = _open(folder / name, os.O_RDWR)
-        except OSError as error:
-            raise TierUnavailable(f"{name} of the server is over: {error.strerror}") from error
+        """Lock the session.
+
+        Raises TierUnavailable if the session is over, and ConfigError if the folder or the file may
+        be another user's.
+        """
+        self._file = _open(folder, name)
         if not _try_lock(self._file, fcntl.LOCK_SH) or self.over:
             os.close(self._file)
             raise TierUnavailable(f"{name} of the server is over")
@@ -220,15 +240,29 @@ def mount_of(path: Path) -> Path:
 
 
 def open_arena(folder: Path, name: str) -> int:
-    """Open an arena's file and return its descriptor. Raises TierUnavailable if it is gone."""
+    """Open an arena's file and return its descriptor.
+
+    Raises TierUnavailable if it is gone, and ConfigError as `SessionLock` does.
+    """
+    return _open(folder, name)
+
+
+def _open(folder: Path, name: str) -> int:
+    """Open a file that the server named."""
+    if not _FILE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"the server names the file {name[:200]!r}; supported are names as arena-1"
+        )
     try:
-        return _open(folder / name, os.O_RDWR)
+        within = open_runtime_dir(folder)
+        try:
+            return open_file(name, os.O_RDWR, within=within)
+        finally:
+            os.close(within)
+    except NotPrivateError as error:
+        raise ConfigError(f"{folder / name} is not used: {error.strerror}") from error
     except OSError as error:
-        raise TierUnavailable(f"{folder / name}: {error.strerror}") from error
-
-
-def _open(path: Path, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        raise TierUnavailable(f"{name} of the server is over: {error.strerror}") from error
 
 
 def _try_lock(file: int, kind: int) -> bool:

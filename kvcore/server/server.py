@@ -11,7 +11,6 @@ models.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,15 @@ from typing import Any
 from kvcore import __version__
 from kvcore._util.curve import client_keys, curve_key
 from kvcore._util.msgpack import MAX_MESSAGE
-from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
+from kvcore._util.zmq_socket import (
+    Context,
+    Entrance,
+    Limits,
+    bind_local,
+    is_of_another_user,
+    make_socket,
+    zmq,
+)
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
@@ -155,13 +162,12 @@ class Server:
             assert keys is not None
             self._admins = _admins(self._config.server.admins, keys)
             self._entrance = Entrance(self._context, keys)
-        before = os.umask(0o177)  # only this user may open the socket, from the first moment
-        try:
-            self._entrance.listen(self._socket, address, LIMITS)
-        except OSError as error:
-            raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
-        finally:
-            os.umask(before)
+            try:
+                self._entrance.listen(self._socket, address, LIMITS)
+            except OSError as error:
+                raise ConfigError(f"server.address {address!r} cannot be bound: {error}") from error
+        else:
+            bind_local(self._socket, address, "server.address")
 
     def _stop_listening(self) -> None:
         """Close the socket before its guard, so that nobody is heard without one."""
@@ -193,7 +199,10 @@ class Server:
                     break
                 self._frame = parts[-1]
                 client, *message = [part.bytes for part in parts]
-                self._receive(client, message)
+                if is_of_another_user(self._frame):
+                    _log.warning("refused: a message of another user who=%s", self._who())
+                else:
+                    self._receive(client, message)
         for cache in self.models:
             cache.tick()
         self._sweep()

@@ -21,7 +21,7 @@ from kvcore import __version__
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused
-from kvcore.errors import KVCoreError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_REPORTS,
@@ -105,7 +105,9 @@ class SessionKeeper:
         if isinstance(answered, Refused) and answered.kind == "misfit":
             self.link.close()
             raise UnsupportedError(f"the kvcore server refuses this engine: {answered.message}")
-        if answered is None:
+        if isinstance(answered, Refused) and answered.kind == "distrusted":
+            self._log_refusal(answered)
+        elif answered is None:
             _log.warning("no kvcore server answers: the engine computes until one does")
         self._thread.start()
 
@@ -181,23 +183,37 @@ class SessionKeeper:
 
     def _try_hello(self) -> float:
         reply = self._hello(1.0)
-        if isinstance(reply, Refused) and reply.kind == "misfit":
-            if reply.message != self._refusal:
-                _log.error("the kvcore server refuses this engine: %s", reply.message)
-            self._refusal = reply.message
+        if isinstance(reply, Refused) and reply.kind in ("misfit", "distrusted"):
+            self._log_refusal(reply)
+            if reply.kind == "distrusted":
+                self.link.renew()
             return MISFIT_RETRY_S
         if reply is None:
             self.link.renew()
         return RETRY_S
 
+    def _log_refusal(self, refused: Refused) -> None:
+        """Log why this engine is not joined, once."""
+        if refused.message == self._refusal:
+            return
+        self._refusal = refused.message
+        if refused.kind == "misfit":
+            _log.error("the kvcore server refuses this engine: %s", refused.message)
+        else:
+            _log.error("no kvcore server is joined, because of other users: %s", refused.message)
+
     def _hello(self, timeout: float) -> ServerReply | None:
         self.link.refused = None
         hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
         reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
+        if self.link.distrusted:
+            return Refused(hello.ref, "distrusted", self.link.distrusted)
         if not isinstance(reply, Welcome):
             return reply or self.link.refused
         try:
             held = SessionLock(self.folder, reply.file)
+        except ConfigError as error:
+            return Refused(reply.ref, "distrusted", str(error))
         except KVCoreError as error:
             # If this is the server's folder, the session ended while this process stood still.
             kind = "busy" if os.path.exists(self.folder / "server.lock") else "misfit"
@@ -209,9 +225,11 @@ class SessionKeeper:
         return reply
 
     def _may_be_welcome(self) -> bool:
-        """Return False once an answer shows that the other side is not a server of this version."""
+        """Return False once it is known that no server of this version and user will answer."""
         refused = self.link.refused
-        return not (self._ended.is_set() or (refused is not None and refused.kind == "misfit"))
+        if self._ended.is_set() or self.link.distrusted:
+            return False
+        return refused is None or refused.kind != "misfit"
 
     def _leave(self) -> None:
         member, self.member = self.member, None

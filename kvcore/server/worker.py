@@ -160,7 +160,7 @@ class ServedWorker(KVWorker):
         except BaseException:
             held.close()
             raise
-        self._link.refused = None
+        self._link.renew()  # its folder may be a new one
         layers = range(*self._part.layers)
         layout = arena.layout().select_heads(*self._part.heads).select_layers(layers)
         self._reads.secret = bytes.fromhex(told["secret"])

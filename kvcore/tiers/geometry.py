@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvcore._util.private import open_file, open_folder, write_whole
 from kvcore.errors import FormatError, LayoutError
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.parts import Part
@@ -133,18 +134,19 @@ class Geometry:
 
     def save(self, folder: Path) -> None:
         """Write store.json, whole or not at all."""
-        draft = folder / "store.json.new"
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(self.to_json(), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / "store.json")
+        within = open_folder(folder, adopt=True)
+        try:
+            write_whole(within, "store.json", json.dumps(self.to_json(), indent=1).encode())
+        finally:
+            os.close(within)
 
     @classmethod
     def load(cls, folder: Path) -> Geometry:
         """Read the folder's store.json. Raise FormatError if it cannot be used."""
         try:
-            data = json.loads((folder / "store.json").read_text())
+            os.close(open_folder(folder, adopt=True))
+            with open(open_file(folder / "store.json", os.O_RDONLY, adopt=True)) as file:
+                data = json.load(file)
         except (OSError, ValueError) as error:
             raise FormatError(f"no readable store.json in {folder.name}: {error}") from error
         return cls.from_json(data)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcore._util.fd import Descriptor
+from kvcore._util.private import NotPrivateError, open_file
 from kvcore.errors import TierUnavailable
 from kvcore.memory.buffers import Buffers
 from kvcore.memory.hugepages import PAGE, Pages
@@ -137,7 +138,7 @@ class IndexFile:
     def __init__(self, path: Path) -> None:
         """Open the file. Create it if it is missing."""
         try:
-            self._file = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._file = Descriptor(open_file(path, os.O_RDWR | os.O_CREAT, adopt=True))
         except OSError as error:
             raise TierUnavailable(f"cannot open {path}: {error}") from error
 
@@ -182,6 +183,8 @@ def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
     if direct_io != "off":
         try:
             return True, _open_direct(path, flags)
+        except NotPrivateError as error:
+            raise TierUnavailable(f"{path} is not used: {error.strerror}") from error
         except OSError as error:
             if direct_io == "on" or error.errno != errno.EINVAL:
                 raise TierUnavailable(
@@ -190,14 +193,14 @@ def _open(path: Path, flags: int, direct_io: str) -> tuple[bool, int]:
                 ) from error
             _log.warning("no direct I/O in %s: reads and writes go through the page cache", path)
     try:
-        return False, os.open(path, flags, 0o600)
+        return False, open_file(path, flags, adopt=True)
     except OSError as error:
         raise TierUnavailable(f"cannot open {path}: {error}") from error
 
 
 def _open_direct(path: Path, flags: int) -> int:
     """Open a file for direct I/O, and try it: some file systems refuse it only at a read."""
-    file = os.open(path, flags | os.O_DIRECT, 0o600)
+    file = open_file(path, flags | os.O_DIRECT, adopt=True)
     probe = Pages(PAGE, huge=False)
     try:
         os.preadv(file, [probe.view], 0)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from kvcore._util.private import open_file
 from kvcore.errors import Mismatch
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.buffers import Buffers
@@ -130,8 +132,8 @@ def read_table(path: Path) -> tuple[Table, int]:
 
     A torn last record counts as not valid.
     """
-    rows = np.fromfile(path, dtype=_ROW)
-    torn = int(path.stat().st_size % RECORD_NBYTES != 0)
+    rows, nbytes = _rows(path)
+    torn = int(nbytes % RECORD_NBYTES != 0)
     slots = np.flatnonzero(rows["magic"])
     current = (rows["magic"][slots] == _MAGIC) & (rows["version"][slots] == VERSION)
     current &= np.isin(rows["flags"][slots], _FLAGS)
@@ -147,9 +149,15 @@ def read_table(path: Path) -> tuple[Table, int]:
     return Table(slots[valid], candidates[valid]), torn + int(len(slots) - valid.sum())
 
 
+def _rows(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.void]], int]:
+    """Return (the whole records of an index file, valid or not; the size of the file)."""
+    with open(open_file(path, os.O_RDONLY, adopt=True), "rb") as file:
+        return np.fromfile(file, dtype=_ROW), os.fstat(file.fileno()).st_size
+
+
 def suspect_slots(path: Path) -> list[int]:
     """Return the slots of an index file whose records are neither valid nor empty."""
-    written = np.flatnonzero(np.fromfile(path, dtype=_ROW)["magic"])
+    written = np.flatnonzero(_rows(path)[0]["magic"])
     table, _ = read_table(path)
     slots: list[int] = np.setdiff1d(written, table.slots).tolist()
     return slots

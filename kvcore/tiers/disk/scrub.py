@@ -23,7 +23,7 @@ from kvcore.memory.hugepages import Pages
 from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import Table, read_table, shard_files, suspect_slots
-from kvcore.tiers.disk.store import exclusive, lock_store, stores_under
+from kvcore.tiers.disk.store import exclusive, lock_store, stores_under, truncate
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
 
 __all__ = ["BadBlock", "StoreReport", "StoreState", "scrub"]
@@ -242,7 +242,7 @@ class _Scrub:
             for slot in suspect_slots(index):
                 file.erase(slot)
                 self._report.erased += 1
-        os.truncate(index, index.stat().st_size // RECORD_NBYTES * RECORD_NBYTES)
+        truncate(index, index.stat().st_size // RECORD_NBYTES * RECORD_NBYTES)
 
     def _erase_everywhere(self, slots: list[int]) -> None:
         for shard in range(len(self._geometry.heads)):

@@ -20,6 +20,12 @@ from functools import reduce
 from pathlib import Path
 
 from kvcore._util.log_limit import LogLimit
+from kvcore._util.private import (
+    NotPrivateError,
+    make_guarded,
+    open_file,
+    open_folder,
+)
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
@@ -157,6 +163,8 @@ def _no_room(path: Path, geometry: Geometry, capacity: int, others: int) -> Tier
 
 
 def _reason(error: OSError) -> str:
+    if isinstance(error, NotPrivateError):
+        return f"{error.filename}: {error.strerror}"
     return {
         errno.EROFS: "it is read-only",
         errno.EACCES: "this user may not write there",
@@ -171,9 +179,12 @@ def _reason(error: OSError) -> str:
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold the lock under which a process chooses, makes and removes stores in ``path``. Blocks."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold the lock under which a process chooses, makes and removes stores in ``path``. Blocks.
+
+    Raises NotPrivateError if other users can replace what is this user's in ``path``.
+    """
+    os.close(make_guarded(path))
+    lock = open_file(path / "lock", os.O_RDWR | os.O_CREAT, adopt=True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -183,7 +194,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 def lock_store(folder: Path) -> int | None:
     """Lock a store. Return the lock's file number; None if another engine holds the lock."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_file(folder / "lock", os.O_RDWR | os.O_CREAT, adopt=True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -195,18 +206,31 @@ def lock_store(folder: Path) -> int | None:
 def stores_under(base: Path) -> list[Path]:
     """Return the folders of stores, the last written first.
 
-    A folder that contains any other files does not count as a store.
+    A folder that contains any other files does not count as a store, nor does one that another user
+    may have made.
     """
-    if not _BASE_NAME.fullmatch(base.name) or not base.is_dir():
+    if not _BASE_NAME.fullmatch(base.name) or not _is_ours(base):
         return []
-    folders = [f for f in base.iterdir() if _STORE_NAME.fullmatch(f.name) and f.is_dir()]
+    folders = [f for f in base.iterdir() if _STORE_NAME.fullmatch(f.name) and _is_ours(f)]
     ours = [f for f in folders if all(_FILE_NAME.fullmatch(file.name) for file in f.iterdir())]
     return sorted(ours, key=_last_write, reverse=True)
 
 
+def _is_ours(folder: Path) -> bool:
+    """Return True if a folder is there that no other user can have made or changed."""
+    try:
+        os.close(open_folder(folder, adopt=True))
+    except NotPrivateError as error:
+        _log.warning("%s is not used: %s", folder, error.strerror)
+        return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def _last_write(folder: Path) -> float:
     files = [f for f in folder.iterdir() if f.name != "lock"]
-    return max((f.stat().st_mtime for f in files), default=0.0)
+    return max((f.lstat().st_mtime for f in files), default=0.0)
 
 
 def _adopt(
@@ -253,7 +277,7 @@ def _load(folder: Path, wanted: Geometry, limit: LogLimit) -> Geometry | None:
 
 
 def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _LockedStore:
-    base.mkdir(mode=0o700, exist_ok=True)
+    os.close(open_folder(base, make=True, adopt=True))
     taken = {f.name for f in base.iterdir()}
     number = next(i for i in range(len(taken) + 1) if f"store-{i}" not in taken)
     folder = base / f"store-{number}"
@@ -296,18 +320,24 @@ def _make_room(path: Path, own: _LockedStore | None, mounted: list[_LockedStore]
 
 
 def _usage(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.iterdir())
+    return sum(f.lstat().st_size for f in folder.iterdir())
 
 
 def _reserved(folder: Path) -> int:
     """Return the bytes that the engine using the store may fill."""
-    text = (folder / "lock").read_text()
+    with open(open_file(folder / "lock", os.O_RDONLY, adopt=True), "rb") as file:
+        text = file.read(20)
     return int(text) if text.isdigit() else 0
 
 
 def _remove(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
+    """Remove a store, and nothing else even if the folder is exchanged meanwhile."""
+    within = open_folder(folder, adopt=True)
+    try:
+        for name in filter(_FILE_NAME.fullmatch, os.listdir(within)):
+            os.unlink(name, dir_fd=within)
+    finally:
+        os.close(within)
     folder.rmdir()
     if not any(folder.parent.iterdir()):
         folder.parent.rmdir()
@@ -329,7 +359,16 @@ def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
         limit = num_slots * slot_bytes(geometry.shard_shape(shard))
         for file, most in ((data, limit), (index, num_slots * RECORD_NBYTES)):
             if file.exists() and file.stat().st_size > most:
-                os.truncate(file, most)
+                truncate(file, most)
+
+
+def truncate(file: Path, nbytes: int) -> None:
+    """Cut a store's file off at ``nbytes`` bytes."""
+    number = open_file(file, os.O_RDWR, adopt=True)
+    try:
+        os.ftruncate(number, nbytes)
+    finally:
+        os.close(number)
 
 
 def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore._util.private import open_file, open_folder, write_whole
 from kvcore.errors import TierUnavailable
 from kvcore.index.slots import slot_runs
 from kvcore.model.keys import KEY_BYTES
@@ -131,23 +132,13 @@ class Tombstones:
 
 
 def _write(folder: Path, cleared: Mapping[str, int]) -> None:
-    """Write the file whole or not at all, and flush it to the medium."""
-    draft = folder / f"{FILE}.new"
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(cleared, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / FILE)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's entries, so that a rename or removal in it survives a loss of power."""
-    entry = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Write the file, and flush its entry in the folder too: it must survive a loss of power."""
+    within = open_folder(folder, adopt=True)
     try:
-        os.fsync(entry)
+        write_whole(within, FILE, json.dumps(cleared).encode())
+        os.fsync(within)
     finally:
-        os.close(entry)
+        os.close(within)
 
 
 def erase_cleared(folder: Path, geometry: Geometry) -> None:
@@ -161,8 +152,12 @@ def erase_cleared(folder: Path, geometry: Geometry) -> None:
             return
         for shard in range(len(geometry.heads)):
             _erase(shard_files(folder, shard)[1], cleared)
-        (folder / FILE).unlink()
-        _sync_folder(folder)
+        within = open_folder(folder, adopt=True)
+        try:
+            os.unlink(FILE, dir_fd=within)
+            os.fsync(within)
+        finally:
+            os.close(within)
     except OSError as error:
         raise TierUnavailable(
             f"what was cleared cannot be erased in {folder}: {error}; remove that folder"
@@ -172,7 +167,8 @@ def erase_cleared(folder: Path, geometry: Geometry) -> None:
 def _read(folder: Path) -> Mapping[str, int] | None:
     """Return the recorded clears, None if there are none. A damaged file clears everything."""
     try:
-        text = (folder / FILE).read_bytes()
+        with open(open_file(folder / FILE, os.O_RDONLY, adopt=True), "rb") as file:
+            text = file.read()
     except FileNotFoundError:
         return None
     try:

@@ -113,10 +113,10 @@ def test_no_direct_io_falls_back_or_is_refused(
 ) -> None:
     real = os.open
 
-    def refuses(file: Any, flags: int, *args: Any) -> int:
+    def refuses(file: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct I/O here")
-        return real(file, flags, *args)
+        return real(file, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", refuses)
     fill(path, 2)
@@ -139,10 +139,10 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     real = os.open
 
-    def refuses(file: Any, flags: int, *args: Any) -> int:
+    def refuses(file: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & os.O_CREAT:
             raise OSError(code, os.strerror(code))
-        return real(file, flags, *args)
+        return real(file, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(TierUnavailable, match=r"set disk\.path"):
