@@ -1,7 +1,8 @@
 """Block events on NATS JetStream, whose stream keeps them for consumers that were away.
 
     kvcore.events.TOPIC    the batches, in the stream; the number is in the header Kvcore-Number
-    kvcore.ask.TOPIC       requests, as over ZMQ; the answer goes to the request's reply subject
+    kvcore.ask.TOPIC       requests, as over ZMQ; the answer goes to the request's reply subject,
+                           which must be an inbox (_INBOX.)
 
 nats-py uses asyncio, so each side runs an event loop in a thread.
 """
@@ -26,7 +27,7 @@ from nats.js import api
 from nats.js.errors import Error as JetStreamError
 
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.events.wire import Message
+from kvcore.events.wire import NUMBER_BYTES, Message
 
 __all__ = ["NatsOutlet", "NatsSource"]
 
@@ -36,6 +37,13 @@ NUMBER, COUNT = "Kvcore-Number", "Kvcore-Count"
 STREAM_BYTES = 256 << 20
 STREAM_S = 3600.0
 """Limits of a stream that kvcore creates; an existing stream is used as it is."""
+
+INBOX = "_INBOX."
+"""Where answers may go. Other subjects belong to somebody else, such as another topic's events."""
+REQUESTS = 64
+"""Requests that may wait. They are answered one after another."""
+ANSWER_S = 10.0
+"""Seconds in which an answer must have been sent."""
 
 _RETRY_S = 0.5
 _ACK_S = 5.0
@@ -124,6 +132,7 @@ class NatsOutlet:
         self._limit = queue_batches
         self._waiting: deque[Message] = deque()
         self._asked: deque[NatsRequest] = deque()
+        self._answered: Future[None] | None = None
         self._more = asyncio.Event()
         self._away = False
         self._loop = _Loop("kvcore-nats-out")
@@ -137,7 +146,14 @@ class NatsOutlet:
         return True
 
     def requests(self) -> Sequence[NatsRequest]:
-        return [self._asked.popleft() for _ in range(len(self._asked))]
+        """Return the next request, if the one before is answered."""
+        if not self._asked or not (self._answered is None or self._answered.done()):
+            return []
+        return [self._asked.popleft()]
+
+    def answer(self, request: Any, messages: Sequence[Message]) -> None:
+        """Begin to answer a message of NATS."""
+        self._answered = self._loop.start(self._answer(request, messages))
 
     def close(self) -> None:
         """Close the connection; waits a moment until what is queued was sent."""
@@ -201,26 +217,35 @@ class NatsOutlet:
             _log.warning("stream %s is not made or changed: %s", self._stream, error)
 
     async def _note_request(self, message: Any) -> None:
-        if message.reply and len(self._asked) < self._limit:
-            self._asked.append(NatsRequest(self._loop, message))
+        inbox = message.reply.startswith(INBOX) and not set(message.reply) & set("*> \t\r\n")
+        if not inbox or len(message.data) != NUMBER_BYTES:
+            _log.debug("a request of %d bytes is left alone", len(message.data))
+        elif len(self._asked) < REQUESTS:
+            self._asked.append(NatsRequest(self, message))
+
+    async def _answer(self, request: Any, messages: Sequence[Message]) -> None:
+        try:
+            await asyncio.wait_for(_send_all(request._client, request.reply, messages), ANSWER_S)
+        except (nats.errors.Error, asyncio.TimeoutError) as error:
+            _log.debug("nats: an answer ends: %r", error)
 
 
 class NatsRequest:
     """A NATS message with a reply subject."""
 
-    def __init__(self, loop: _Loop, message: Any) -> None:
+    def __init__(self, outlet: NatsOutlet, message: Any) -> None:
         self.body: bytes = message.data
-        self._loop = loop
+        self._outlet = outlet
         self._message = message
 
     def answer(self, messages: Iterator[Message]) -> None:
-        self._loop.start(self._answer(list(messages)))
+        self._outlet.answer(self._message, list(messages))
 
-    async def _answer(self, messages: Sequence[Message]) -> None:
-        client, reply = self._message._client, self._message.reply
-        for message in messages:
-            await client.publish(reply, message.payload, headers={NUMBER: str(message.number)})
-        await client.publish(reply, b"", headers={COUNT: str(len(messages))})
+
+async def _send_all(client: Client, reply: str, messages: Sequence[Message]) -> None:
+    for message in messages:
+        await client.publish(reply, message.payload, headers={NUMBER: str(message.number)})
+    await client.publish(reply, b"", headers={COUNT: str(len(messages))})
 
 
 class NatsSource:

@@ -27,6 +27,7 @@ from kvcore.model.keys import ROOT_PARENT
 
 __all__ = [
     "END",
+    "NUMBER_BYTES",
     "SNAPSHOT",
     "AllBlocksCleared",
     "BlockRemoved",

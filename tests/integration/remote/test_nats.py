@@ -12,7 +12,7 @@ import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.events import Feed, Pacing, Publisher, PublisherPlan, PublisherProcess, Subscriber
-from kvcore.events.wire import SNAPSHOT, Message
+from kvcore.events.wire import SNAPSHOT, Message, number_bytes
 from kvcore.index import Event
 from kvcore.model.keys import ROOT_PARENT
 from kvcore.testing.waiting import until
@@ -124,29 +124,19 @@ async def nats_connect(address: str):  # type: ignore[no-untyped-def]
     return await nats.connect(address)
 
 
-def test_an_answer_that_is_not_whole_is_none(server: Server) -> None:
+def test_an_answer_that_is_not_whole_is_none(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outlet = NatsOutlet(url(server), "KVCORE", "short")
     made = Telling(outlet)
     consumer = source(server, "short")
     until(lambda: bool(consumer.ask(SNAPSHOT, LIMIT_S)), "no answer came")
-    answer = nats_bus.NatsRequest._answer
+    async def nothing_but_the_count(client: Any, reply: str, messages: Sequence[Message]) -> None:
+        await client.publish(reply, b"", headers={nats_bus.COUNT: str(len(messages))})
 
-    async def one_is_lost(request: nats_bus.NatsRequest, messages: Sequence[Message]) -> None:
-        client, publish = request._message._client, request._message._client.publish
-
-        async def losing(to: str, payload: bytes, **given: Any) -> None:
-            if nats_bus.COUNT in given["headers"]:
-                await publish(to, payload, **given)
-
-        client.publish = losing
-        await answer(request, messages)
-        client.publish = publish
-
-    nats_bus.NatsRequest._answer = one_is_lost  # type: ignore[method-assign]
-    try:
-        assert consumer.ask(SNAPSHOT, LIMIT_S) is None
-    finally:
-        nats_bus.NatsRequest._answer = answer  # type: ignore[method-assign]
+    monkeypatch.setattr(nats_bus, "_send_all", nothing_but_the_count)
+    assert consumer.ask(SNAPSHOT, LIMIT_S) is None
+    monkeypatch.undo()
     assert consumer.ask(SNAPSHOT, LIMIT_S)
     consumer.close()
     made.close()
@@ -214,3 +204,33 @@ def test_a_process_publishes_what_it_is_told_over_nats(server: Server) -> None:
 def test_no_server_is_named() -> None:
     with pytest.raises(ConfigError, match="dots"):
         NatsOutlet("nats://127.0.0.1:1", "KVCORE", "a.b")
+
+
+@pytest.mark.parametrize("reply", ["kvcore.events.other", "kvcore.ask.other", "_INBOX.*", "INBOX.a"])
+def test_an_answer_goes_to_an_inbox_and_nowhere_else(server: Server, reply: str) -> None:
+    """An asker that names another publisher's topic would have its events forged by this one."""
+    made = Telling(NatsOutlet(url(server), "KVCORE", "mine"))
+    consumer = source(server, "mine")
+    until(lambda: bool(consumer.ask(SNAPSHOT, LIMIT_S)), "no answer came")
+
+    async def asked_for_others() -> list[Any]:
+        client = await nats_connect(url(server))
+        seen: list[Any] = []
+
+        async def note(message: Any) -> None:
+            seen.append(message.headers or {})
+
+        for at in ("kvcore.events.other", "kvcore.ask.other", "_INBOX.>", "INBOX.a"):
+            await client.subscribe(at, cb=note)
+        for body in (SNAPSHOT, number_bytes(0), b"x" * 100_000):
+            await client.publish(nats_bus.ask_subject("mine"), body, reply=reply)
+        await client.flush()
+        await asyncio.sleep(0.3)
+        await client.close()
+        return seen
+
+    answers = [headers for headers in asyncio.run(asked_for_others()) if nats_bus.COUNT in headers]
+    assert not answers, "it was sent"
+    assert consumer.ask(SNAPSHOT, LIMIT_S), "and the next is answered"
+    consumer.close()
+    made.close()
