@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from kvcore.errors import CorruptBlock, TierError
+from kvcore.errors import CorruptBlock, Mismatch, TierError
 from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
 
@@ -63,7 +63,9 @@ class MemoryTier(Tier):
         with self._lock:
             record, data = self._blocks.get(request.slot, (None, b""))
         if record is None or record.key != request.key:
-            return CorruptBlock(f"slot {request.slot} does not hold block {request.key.hex()}")
+            return CorruptBlock(
+                f"slot {request.slot} does not hold block {request.key.hex()}", Mismatch.OTHER
+            )
         start = 0
         for part in request.buffers:
             part.cast("B")[:] = data[start : start + part.nbytes]

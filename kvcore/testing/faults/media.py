@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TypeVar
 
-from kvcore.errors import CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import CorruptBlock, Mismatch, TierError, TierUnavailable
 from kvcore.memory.buffers import Buffers, nbytes_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.hugepages import PAGE, Pages
@@ -143,7 +143,9 @@ class FaultyStore(BlockStore):
         [error] = self.inner.get([item])
         if error is None and strike is not None:
             if strike.fault is Fault.SHORT_READ:
-                return CorruptBlock(f"value {item.name} was cut short by an injected fault")
+                return CorruptBlock(
+                    f"value {item.name} was cut short by an injected fault", Mismatch.TRUNCATED
+                )
             _flip(item.parts, strike.draw)
         return error
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.errors import TierError
-from kvcore.memory.buffers import Buffers
+from kvcore.errors import CorruptBlock, Mismatch, TierError
+from kvcore.memory.buffers import Buffers, nbytes_of
 
 
 class Item(NamedTuple):
@@ -124,6 +124,12 @@ def fill(item: Item, value: memoryview) -> bool:
         copy_bytes(value[start : start + part.nbytes], part)
         start += part.nbytes
     return True
+
+
+def wrong_size(item: Item, nbytes: int) -> CorruptBlock:
+    """Return the error for a value of ``nbytes`` that does not fit the parts of ``item``."""
+    text = f"the value {item.name} has {nbytes} bytes, not {nbytes_of(item.parts)}"
+    return CorruptBlock(text, Mismatch.TRUNCATED)
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

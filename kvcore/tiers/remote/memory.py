@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcore.errors import BlockMissing, CorruptBlock, TierError
-from kvcore.memory.buffers import nbytes_of
-from kvcore.tiers.remote.base import BlockStore, Item, fill
+from kvcore.errors import BlockMissing, TierError
+from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
@@ -43,9 +42,7 @@ class MemoryStore(BlockStore):
         if value is None:
             return BlockMissing(f"no value {item.name}")
         if not fill(item, memoryview(value)):
-            return CorruptBlock(
-                f"value {item.name} has {len(value)} bytes, not {nbytes_of(item.parts)}"
-            )
+            return wrong_size(item, len(value))
         return None
 
 

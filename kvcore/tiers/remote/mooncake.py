@@ -23,9 +23,9 @@ from pydantic import Field
 
 from kvcore._util.optional import client_module
 from kvcore.config.fields import Size, parse_size
-from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, TierError, TierUnavailable
 from kvcore.memory.buffers import nbytes_of
-from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes
+from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
@@ -294,7 +294,7 @@ def _get_result(client: Any, placed: _Placed, code: int) -> TierError | None:
     if size == _NOT_FOUND:
         return BlockMissing(f"mooncake has no value {name}")
     if size >= 0 and size != wanted:
-        return CorruptBlock(f"mooncake has {size} bytes under {name}, not {wanted}")
+        return wrong_size(placed.item, size)
     return _unavailable(f"cannot return {name}", code)
 
 

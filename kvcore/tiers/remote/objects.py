@@ -15,9 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from kvcore._util.optional import client_module
-from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
-from kvcore.memory.buffers import nbytes_of
-from kvcore.tiers.remote.base import BlockStore, Item, fill
+from kvcore.errors import BlockMissing, ConfigError, TierError, TierUnavailable
+from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
@@ -154,9 +153,7 @@ def _get_result(item: Item, value: memoryview | TierError) -> TierError | None:
     if isinstance(value, TierError):
         return value
     if not fill(item, value):
-        return CorruptBlock(
-            f"object {item.name} has {value.nbytes} bytes, not {nbytes_of(item.parts)}"
-        )
+        return wrong_size(item, value.nbytes)
     return None
 
 

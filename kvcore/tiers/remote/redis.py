@@ -13,9 +13,9 @@ from pydantic import Field
 
 from kvcore._util.optional import client_module
 from kvcore.config.fields import FolderPath
-from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, ConfigError, TierError, TierUnavailable
 from kvcore.memory.buffers import nbytes_of
-from kvcore.tiers.remote.base import BlockStore, Item
+from kvcore.tiers.remote.base import BlockStore, Item, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.resp import ReplyError, RespConnection
 from kvcore.tiers.remote.tier import StoreKind
@@ -167,9 +167,7 @@ def _get_result(connection: RespConnection, item: Item) -> TierError | None:
         return BlockMissing(f"redis has no value {item.name}")
     if size != nbytes_of(item.parts):
         connection.skip_value(size)
-        return CorruptBlock(
-            f"redis has {size} bytes under {item.name}, not {nbytes_of(item.parts)}"
-        )
+        return wrong_size(item, size)
     connection.read_value(item.parts)
     return None
 

@@ -29,14 +29,13 @@ from kvcore.config.fields import FolderPath, Seconds
 from kvcore.errors import (
     BlockMissing,
     ConfigError,
-    CorruptBlock,
     TierError,
     TierUnavailable,
     UnsupportedError,
 )
 from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
-from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill
+from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill, wrong_size
 from kvcore.tiers.remote.files.lane import Lane
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
@@ -237,7 +236,7 @@ class FileStore(BlockStore):
         if size == staged.nbytes:
             return FileSpan(fd, staged.start, staged.nbytes)
         os.close(fd)
-        return CorruptBlock(f"file {name} has {size} bytes, not {staged.nbytes}")
+        return wrong_size(staged.item, size)
 
     def _write(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
         made = [self._make(one) for one in staged]

@@ -28,7 +28,6 @@ from kvcore.errors import (
     BlockMissing,
     CapacityError,
     ConfigError,
-    CorruptBlock,
     TierError,
     TierUnavailable,
 )
@@ -36,7 +35,7 @@ from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import Pages
 from kvcore.memory.nixl import LANE_NBYTES, nixl_module
 from kvcore.tiers.base import SlotError
-from kvcore.tiers.remote.base import BlockStore, Item, fill
+from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.peer.agent import Agent, Remote
 from kvcore.tiers.remote.peer.discovery import PeerDiscovery, open_discovery
@@ -360,7 +359,7 @@ class PeerStore(BlockStore):
         try:
             if place is None:
                 return missing
-            return None if fill(item, self.lent.view(place)) else _misfit(item, place.nbytes)
+            return None if fill(item, self.lent.view(place)) else wrong_size(item, place.nbytes)
         finally:
             self.lent.end(lease)
 
@@ -562,7 +561,7 @@ def _fitting(
         if nbytes == nbytes_of(items[position].parts) <= LANE_NBYTES:
             wanted.append(_RemoteItem(position, Remote(address, nbytes)))
         else:
-            results[position] = _misfit(items[position], nbytes)
+            results[position] = wrong_size(items[position], nbytes)
     return wanted
 
 
@@ -578,10 +577,6 @@ def _lanes_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
         room -= one.remote.nbytes
     if together:
         yield together
-
-
-def _misfit(item: Item, nbytes: int) -> CorruptBlock:
-    return CorruptBlock(f"value {item.name} has {nbytes} bytes, not {nbytes_of(item.parts)}")
 
 
 def _join(store: PeerStore, context: TierContext) -> None:
