@@ -16,16 +16,21 @@
         ├── TransferCancelled
         └── DeadlineExceeded
 
-A message says what was given, what is supported, and what to change.
+A message says what was given, what is supported, and what to change. Passwords in URLs are masked.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
+from kvcore.masking import mask_passwords
+
 
 class KVCoreError(Exception):
     """Base class of every error that kvcore raises on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(mask_passwords(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(KVCoreError, ValueError):

@@ -19,6 +19,8 @@ from datetime import datetime, timezone
 from enum import Enum
 from typing import Literal
 
+from kvcore.masking import mask_passwords
+
 __all__ = ["Logger", "configure", "get_logger"]
 
 ROOT = "kvcore"
@@ -144,7 +146,7 @@ class _JsonFormatter(logging.Formatter):
 def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
-    return value.hex() if isinstance(value, bytes) else str(value)
+    return value.hex() if isinstance(value, bytes) else mask_passwords(str(value))
 
 
 def _text(value: object) -> str:

@@ -230,7 +230,7 @@ def _tenant(data: bytes, _: Path) -> None:
     from kvcore.config import NamespaceConfig
     from kvcore.model.identity import Namespaces
 
-    spaces = Namespaces(NamespaceConfig(secret="s"), b"model")
+    spaces = Namespaces(NamespaceConfig(secret="s" * 16), b"model")
     assert len(spaces.of(_text(data[:8]), _text(data)).digest) > 0
 
 

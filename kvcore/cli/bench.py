@@ -30,6 +30,7 @@ from kvcore.config import Config, explicit_settings
 from kvcore.errors import ConfigError
 from kvcore.harness.compare import keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.plugins.engine import serve_environment
 
 __all__ = [
     "Pass",
@@ -134,11 +135,17 @@ def arguments(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def starter(model: str, engine: str, log: Path, engine_args: Mapping[str, Any]) -> Start:
-    """Return a function that starts ``model`` on ``engine``, with its output in ``log``."""
+def starter(
+    model: str, engine: str, log: Path, config: Config, engine_args: Mapping[str, Any]
+) -> Start:
+    """Return a function that starts ``model`` on ``engine``, with its output in ``log``.
+
+    The secrets of ``config`` go by the environment, because engines log their arguments.
+    """
 
     def start(kvcore: Mapping[str, Any] | None) -> EngineProcess:
-        return EngineProcess(model, engine=engine, kvcore=kvcore, log=log, **engine_args)
+        env = None if kvcore is None else serve_environment(config)
+        return EngineProcess(model, engine=engine, kvcore=kvcore, log=log, env=env, **engine_args)
 
     return start
 
@@ -293,7 +300,7 @@ def bench_model(
     name = engine or effective.engine or "vllm"
     asked = synthetic(count, words) if prompts is None else read_prompts(prompts, count)
     out.mkdir(parents=True, exist_ok=True)
-    start = starter(model, name, out / "bench.log", arguments(engine_args or []))
+    start = starter(model, name, out / "bench.log", effective, arguments(engine_args or []))
     outlives = effective.disk.path is not None or bool(effective.tiers)
     given, progress = settings(effective, name), Console(stderr=True)
     done: list[Pass] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -44,8 +45,8 @@ class Target(NamedTuple):
 Which = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Blocks that match all of tenant=NAME salt=TEXT namespace=HEX key=HEX tokens=FILE "
-        "prompt=FILE tier=NAME; or the word all.",
+        help="Blocks that match all of tenant=NAME salt=FILE namespace=HEX key=HEX tokens=FILE "
+        "prompt=FILE tier=NAME; or the word all. The FILE - of a salt is standard input.",
         show_default=False,
     ),
 ]
@@ -144,7 +145,10 @@ def set_quota(
     tier: Annotated[str, typer.Argument(help="Tier: host, disk, ...")],
     quota: Annotated[str, typer.Argument(help='A size ("8GiB"), a share ("25%"), or none.')],
     salt: Annotated[
-        str | None, typer.Option("--salt", help="The tenant's salt, if no setting names it.")
+        Path | None,
+        typer.Option(
+            "--salt", metavar="FILE", help="The tenant's salt, if no setting names it; - is stdin."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -152,7 +156,8 @@ def set_quota(
     from kvcore.control.commands import SetQuota
 
     wanted = None if quota == "none" else quota
-    _show(ask(context.obj, SetQuota(tenant, tier, wanted, salt)), as_json)
+    given = None if salt is None else _salt(salt)
+    _show(ask(context.obj, SetQuota(tenant, tier, wanted, given)), as_json)
 
 
 @quota_app.command("show")
@@ -240,6 +245,8 @@ def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> BlockFil
         found[name] = value
     if "tokens" in found and "prompt" in found:
         raise ConfigError("given tokens and prompt; give one of them")
+    if found.get("salt"):  # "salt=" selects the requests without a salt
+        found["salt"] = _salt(Path(found["salt"]))
     if "namespace" in found:
         found["namespace"] = _hex(found["namespace"], "namespace", whole=16)
     if "key" in found:
@@ -277,6 +284,23 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _salt(path: Path) -> str:
+    """Return the salt in a file, or on standard input for ``-``, without a newline at its end.
+
+    A salt is not taken from the command line, because other users can read it there. For the same
+    reason an error does not repeat what was given.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(
+            f"the salt's file cannot be read: {reason}; give the name of a file that holds the "
+            "salt, or - for standard input"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _tokens(path: Path) -> list[int]:

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcore.config import Config, load_config, merge_tables, parse_assignment
+from kvcore.config import (
+    Config,
+    load_config,
+    merge_tables,
+    parse_assignment,
+    secrets_in,
+)
+from kvcore.errors import ConfigError
 
 __all__ = ["AsJson", "Assignments", "ConfigFile", "load"]
 
@@ -36,5 +43,10 @@ def load(
     overrides: dict[str, Any] = {}
     for text in assignments or []:
         merge_tables(overrides, parse_assignment(text))
+    for name in secrets_in(overrides):
+        raise ConfigError(
+            f"--set {name}: other users can read command lines; give secrets in the file, or as "
+            f"the variable KVCORE__{name.upper().replace('.', '__')}"
+        )
     merge_tables(overrides, extra or {})
     return load_config(file, overrides, overrides_from="--set")

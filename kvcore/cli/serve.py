@@ -11,7 +11,7 @@ import typer
 
 from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.plugins import manager
-from kvcore.config import Config, engine_environment
+from kvcore.config import Config, engine_environment, missing_secrets
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins import ServeCommand
 from kvcore.plugins.probes import require
@@ -22,8 +22,8 @@ def command(
 ) -> ServeCommand:
     """Return the command line of ``engine``, or of the engine that the settings name.
 
-    Raises ConfigError if neither names one, UnsupportedError if the engine is not
-    installed or lacks what the adapter needs.
+    Raises ConfigError if neither names one, or if the command lacks a secret setting.
+    Raises UnsupportedError if the engine is not installed or lacks what the adapter needs.
     """
     plugins = manager(config)
     name = engine or config.engine
@@ -33,7 +33,14 @@ def command(
     spec = plugins.engine(name)
     plugins.check(config)
     require(spec)
-    return spec.serve(model, config, engine_args)
+    made = spec.serve(model, config, engine_args)
+    if missing := missing_secrets(config, engine_environment(made.env)):
+        raise ConfigError(
+            f"the plugin of {name} does not pass {', '.join(missing)} on to the engine, so quotas "
+            "and clears would act on other namespaces: its serve() must use "
+            "kvcore.plugins.engine.serve_environment"
+        )
+    return made
 
 
 def as_shell(command: ServeCommand) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "FORWARDED_VARIABLE",
+    "SECRETS_VARIABLE",
     "AdapterConfig",
     "BackingConfig",
     "Config",
@@ -20,23 +21,30 @@ __all__ = [
     "forwarded_config",
     "load_config",
     "merge_tables",
+    "missing_secrets",
     "parse_assignment",
     "parse_size",
     "read_key",
+    "secret_settings",
+    "secrets_in",
     "settings",
 ]
 
 from kvcore.config.fields import SchemaModel, Source, format_size, parse_size
 from kvcore.config.load import (
     FORWARDED_VARIABLE,
+    SECRETS_VARIABLE,
     Setting,
     engine_environment,
     explicit_settings,
     forwarded_config,
     load_config,
     merge_tables,
+    missing_secrets,
     parse_assignment,
     read_key,
+    secret_settings,
+    secrets_in,
     settings,
 )
 from kvcore.config.schema import Config, NamespaceConfig

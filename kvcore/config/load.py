@@ -15,7 +15,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from pydantic import ValidationError
 
 from kvcore.config.fields import DEFAULT, Source, expand_user, format_size
 from kvcore.config.schema import Config
-from kvcore.config.walk import Keys, Node, is_size, known_paths, node_at, supported
+from kvcore.config.walk import Keys, Node, is_secret, is_size, known_paths, node_at, supported
 from kvcore.errors import ConfigError
+from kvcore.masking import MASK, mask_passwords
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,14 +35,18 @@ else:
 
 __all__ = [
     "FORWARDED_VARIABLE",
+    "SECRETS_VARIABLE",
     "Setting",
     "engine_environment",
     "explicit_settings",
     "forwarded_config",
     "load_config",
     "merge_tables",
+    "missing_secrets",
     "parse_assignment",
     "read_key",
+    "secret_settings",
+    "secrets_in",
     "settings",
 ]
 
@@ -49,11 +54,12 @@ CONFIG_VARIABLE = "KVCORE_CONFIG"
 FORWARDED_VARIABLE = "TRTLLM_KVCORE_CONFIG"
 """TensorRT-LLM forwards only variables whose names begin like this to its MPI workers."""
 
+SECRETS_VARIABLE = "KVCORE_SECRETS"
+"""Secret settings as JSON, nested like the file. `kvcore serve` hands them to an engine in it."""
+
 PREFIX = "KVCORE__"
 """Only names with both underscores are settings. Orchestrators set KVCORE_PORT and similar names
 for a service called kvcore, and those must not stop an engine."""
-
-MASK = "********"
 
 Table = dict[str, Any]
 
@@ -142,10 +148,7 @@ def forwarded_config(env: Mapping[str, str] = os.environ) -> Config:
     given = env.get(FORWARDED_VARIABLE, "").strip()
     if not given.startswith("{"):
         return load_config(given or None, env=env)
-    try:
-        overrides = json.loads(given)
-    except ValueError as error:
-        raise ConfigError(f"{FORWARDED_VARIABLE} is not JSON: {error}") from error
+    overrides = _json_table(FORWARDED_VARIABLE, given)
     return load_config(overrides=overrides, env={}, overrides_from=FORWARDED_VARIABLE)
 
 
@@ -157,27 +160,62 @@ def settings(config: Config) -> list[Setting]:
 
 def _setting(config: Config, keys: Keys, value: Any) -> Setting:
     node = node_at(keys)
-    if node.secret and value is not None:
+    if is_secret(keys) and value is not None:
         value = MASK
     elif node.field is not None and is_size(node.field):
         value = format_size(value)
+    else:
+        value = _masked(value)
     description = node.field.description if node.field else None
     return Setting(".".join(keys), value, config.source(keys), description or "")
+
+
+def _masked(value: Any) -> Any:
+    """Return a value for display, without the passwords of URLs in it."""
+    if isinstance(value, str):
+        return mask_passwords(value)
+    if isinstance(value, list):
+        return [_masked(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _masked(item) for key, item in value.items()}
+    return value
 
 
 def explicit_settings(config: Config, *, secrets: bool = False) -> Table:
     """Return what file, environment or overrides have set, as a nested JSON-able dict.
 
-    ``load_config(overrides=...)`` of the result alone equals ``config``. Without ``secrets``,
-    secret fields are left out, so that they do not show in a command line.
+    ``load_config(overrides=...)`` of the result with ``secrets`` alone equals ``config``. Without
+    ``secrets``, what `secret_settings` returns is left out, so that a command line does not show
+    it.
     """
+    return _explicit(config, lambda keys, value: secrets or not _holds_secret(keys, value))
+
+
+def secret_settings(config: Config) -> Table:
+    """Return the secrets among the explicit settings, nested.
+
+    They are the secret fields, a plugin's options whose names say that they are secret, and values
+    that contain a URL with a password.
+    """
+    return _explicit(config, _holds_secret)
+
+
+def _explicit(config: Config, wanted: Callable[[Keys, Any], bool]) -> Table:
     table: Table = {}
-    dump = config.model_dump(mode="json")
-    for keys, value in _leaves(dump):
-        node = node_at(keys)
-        if config.source(keys) != DEFAULT and (secrets or not node.secret):
+    for keys, value in _leaves(config.model_dump(mode="json")):
+        if config.source(keys) != DEFAULT and wanted(keys, value):
             merge_tables(table, _nest(keys, value))
     return table
+
+
+def missing_secrets(config: Config, env: Mapping[str, str]) -> list[str]:
+    """Return the names of secrets that a process with this environment would not have."""
+    layers = list(_environment_layers(env))
+    if (given := env.get(FORWARDED_VARIABLE, "").strip()).startswith("{"):
+        layers = [Layer(DEFAULT, _json_table(FORWARDED_VARIABLE, given))]
+    there = {keys: value for layer in layers for keys, value in _leaves(layer.table)}
+    wanted = _leaves(secret_settings(config))
+    return [".".join(keys) for keys, value in wanted if there.get(keys) != value]
 
 
 def parse_assignment(text: str) -> Table:
@@ -190,6 +228,15 @@ def parse_assignment(text: str) -> Table:
     if not equals or not all(keys):
         raise ConfigError(f"given {text!r}; supported is NAME=VALUE, as in host.capacity=8GiB")
     return _nest(keys, _decode(value, node_at(keys)))
+
+
+def secrets_in(table: Mapping[str, Any]) -> list[str]:
+    """Return the dotted names of the secrets in a nested table, as `secret_settings` finds them."""
+    return [".".join(keys) for keys, value in _leaves(_plain(table)) if _holds_secret(keys, value)]
+
+
+def _holds_secret(keys: Keys, value: Any) -> bool:
+    return value is not None and (is_secret(keys) or _masked(value) != value)
 
 
 def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -282,6 +329,21 @@ def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
             keys = tuple(name[len(PREFIX) :].lower().split("__"))
             source = Source("environment", name)
             yield Layer(source, _nest(keys, _decode(env[name], node_at(keys))))
+    if given := env.get(SECRETS_VARIABLE):
+        source = Source("environment", SECRETS_VARIABLE)
+        yield Layer(source, _json_table(SECRETS_VARIABLE, given))
+
+
+def _json_table(variable: str, text: str) -> Table:
+    """Return the table in a variable. Raises ConfigError, which does not show the text."""
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "it is nested too deeply")
+        raise ConfigError(f"{variable} is not JSON: {reason}") from None
+    if not isinstance(table, dict):
+        raise ConfigError(f"{variable} is a {type(table).__name__}; supported is a table in JSON")
+    return table
 
 
 def _decode(text: str, node: Node) -> Any:
@@ -400,7 +462,7 @@ def _explain(item: Any, sources: Mapping[Keys, Source]) -> str:
     assert node.field is not None
     if item["type"] == "missing":
         return f"{place}: is missing; supported is {supported(node.field)}"
-    given = MASK if node.secret else repr(item["input"])
+    given = MASK if is_secret(keys) else repr(_masked(item["input"]))
     return f"{place}: given {given}; supported is {supported(node.field)}"
 
 

@@ -41,13 +41,27 @@ class BlockConfig(SchemaModel):
     )
 
 
+MIN_SECRET_BYTES = 16
+"""Fewest bytes of ``namespace.secret``: a shorter one can be found by trying all."""
+
+
+def _strong(value: str) -> str:
+    if (given := len(value.encode())) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"has {given} bytes; supported are {MIN_SECRET_BYTES} or more, drawn at random: "
+            "openssl rand -hex 32"
+        )
+    return value
+
+
 class NamespaceConfig(SchemaModel):
     """What separates KV that must not be shared."""
 
-    secret: Name | None = Field(
+    secret: Annotated[str, AfterValidator(_strong)] | None = Field(
         default=None,
         description="Key mixed into every hash, so that block keys cannot be guessed from the "
-        "text. All processes that share stored KV need the same one. Set it through the "
+        f"text: at least {MIN_SECRET_BYTES} random bytes (`openssl rand -hex 32`). All processes "
+        "that share stored KV need the same one, a kvcore server too. Set it through the "
         "environment. kvcore masks it wherever it prints settings.",
         json_schema_extra={"secret": True},
         repr=False,

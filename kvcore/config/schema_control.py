@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvcore.config.fields import Name, SchemaModel, is_socket, parse_size
 from kvcore.errors import ConfigError
@@ -59,10 +60,10 @@ class TenantConfig(SchemaModel):
     One table `[tenants.NAME]` each. NAME appears in metrics, in `kvcore ctl` and in its audit log.
     """
 
-    salt: str | None = Field(
-        default=None,
-        description="Salt of the tenant's requests (vLLM: `cache_salt`). Unset: NAME. Empty: "
-        "requests without a salt. kvcore masks it wherever it prints settings.",
+    salt: str = Field(
+        description="Salt of the tenant's requests (vLLM: `cache_salt`). Empty: requests without "
+        "a salt. Who knows it can read how much of a text the tenant has cached, so draw it at "
+        "random. kvcore masks it wherever it prints settings.",
         json_schema_extra={"secret": True},
         repr=False,
     )
@@ -76,6 +77,16 @@ class TenantConfig(SchemaModel):
         description='Largest share of each tier that the tenant may use: a size ("8GiB") or a '
         'percentage of the tier ("25%"). A tier that is not listed has no limit for the tenant.',
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _salted(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("salt") is None:
+            raise ConfigError(
+                "has no salt; give the salt of its requests, drawn at random (openssl rand -hex "
+                '16), or "" for requests without a salt'
+            )
+        return given
 
 
 class ControlConfig(SchemaModel):

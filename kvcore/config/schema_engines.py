@@ -95,8 +95,14 @@ class SglangConfig(SchemaModel):
         default=0.5, description='Seconds, for `prefetch = "timeout"`.'
     )
     keep_on_flush: bool = Field(
-        default=False,
+        default=True,
         description="Let SGLang's `/flush_cache` empty only SGLang's own cache. Otherwise it also "
-        "removes every block from every tier of kvcore, which is needed after weights were "
-        "changed in place.",
+        "removes every block from every tier of kvcore, for all engines that share it. Without "
+        "`--admin-api-key`, every client of SGLang may flush. After weights were changed in place, "
+        "KV from before is not found in either case.",
+    )
+    list_requests: bool = Field(
+        default=False,
+        description="List in SGLang's `/server_info` what each of the last requests reused, by "
+        "its id. Every client can read the list, the requests of other tenants included.",
     )

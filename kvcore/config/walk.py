@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -19,7 +20,16 @@ from pydantic.fields import FieldInfo
 from kvcore.config.fields import SchemaModel, parse_size
 from kvcore.config.schema import Config
 
-__all__ = ["Keys", "Node", "field_node", "is_size", "known_paths", "node_at", "supported"]
+__all__ = [
+    "Keys",
+    "Node",
+    "field_node",
+    "is_secret",
+    "is_size",
+    "known_paths",
+    "node_at",
+    "supported",
+]
 
 Keys = tuple[str, ...]
 
@@ -56,6 +66,24 @@ def node_at(keys: Keys) -> Node:
     for key in keys:
         node = _child(node, key)
     return node
+
+
+_SECRET_OPTION = re.compile(
+    "passw|passphrase|secret|token$|credential|access_key$|account_key|api_key|sas_key",
+    re.IGNORECASE,
+)
+_REFERENCE = re.compile(r"_(file|env|path)$", re.IGNORECASE)
+
+
+def is_secret(keys: Keys) -> bool:
+    """Return True if the value at ``keys`` must be masked and kept out of command lines.
+
+    The options of plugins are unknown here, so their names decide.
+    """
+    node = node_at(keys)
+    if node != ANYTHING:
+        return node.secret
+    return bool(_SECRET_OPTION.search(keys[-1])) and not _REFERENCE.search(keys[-1])
 
 
 def _child(node: Node, key: str) -> Node:

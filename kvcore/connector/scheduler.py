@@ -250,14 +250,18 @@ class SchedulerCore(ABC, Generic[F]):
             _log.warning("%s: kvcore stands aside until the engine restarts", why)
 
     def clear(self) -> None:
-        """Forget every block of every tier.
-
-        Weights may have been changed in place, and a fingerprint covers only the files that they
-        were read from. KV computed from now on therefore gets a random mark in its keys: this
-        engine finds it again, a restarted engine does not. Running requests neither load nor save
-        any more.
-        """
+        """Forget every block of every tier, and `renew`."""
         self.manager.clear()
+        self.renew()
+
+    def renew(self) -> None:
+        """Find nothing of what was kept so far, because weights were changed in place.
+
+        A fingerprint covers only the files that they were read from. KV computed from now on
+        therefore gets a random mark in its keys: this engine finds it again, a restarted engine
+        does not. Tiers keep what they have, for engines with the weights of the files. Running
+        requests neither load nor save any more.
+        """
         self.namespaces.renew()
         self._saved.clear()  # what is being copied is not learned after this
         if self._fusion is not None:

@@ -79,9 +79,8 @@ class Tenants:
         self._owners: dict[bytes, str] = {}
         check_quotas(config, index.tiers)
         for name, tenant in config.tenants.items():
-            salt = name if tenant.salt is None else tenant.salt
             loras = [lora_identity(lora, path) for lora, path in tenant.loras.items()]
-            self._name(name, [self._spaces.of(lora, salt) for lora in ("", *loras)])
+            self._name(name, [self._spaces.of(lora, tenant.salt) for lora in ("", *loras)])
             for tier in index.tiers:
                 blocks = self.blocks(tier, tenant.quota.get(tier))
                 self._set(name, tier, blocks)

@@ -104,7 +104,7 @@ class Admin:
     ) -> list[Evicted]:
         """Limit a tenant (all ``namespaces`` together) to ``blocks`` of a tier; None lifts it.
 
-        Blocks over the quota are evicted and returned. Blocks that are pinned or in flight stay,
+        Without namespaces, the tenant is everybody whom no other quota of the tier names. Blocks over the quota are evicted and returned. Blocks that are pinned or in flight stay,
         and nothing of the tenant is stored until it is below its quota. Raises `ConfigError` if a
         namespace belongs to another tenant. O(tier); see `kvcore.index.quotas`.
         """
@@ -114,7 +114,7 @@ class Admin:
             return []
         chosen = frozenset(namespaces)
         table.grant(tenant, chosen, blocks, self._nodes)
-        return self._evictions.within_quota(table, 0, next(iter(chosen)))[1] if chosen else []
+        return self._evictions.within_quota(table, 0, next(iter(chosen), b""))[1]
 
     def restore(self, tier: str, records: Iterable[ScannedBlock]) -> list[ScannedBlock]:
         """Publish the blocks that a scan found, in any order; a later stamp counts as a later use.

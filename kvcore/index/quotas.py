@@ -11,7 +11,8 @@ unpublished and evicting ones.
 
 A tenant at its quota therefore takes nothing from others, and one below it takes as much as it
 grows by. A quota is a ceiling, not a guarantee: blocks within it may be evicted in the order of the
-policy. A tier without quotas does not use this module.
+policy. One quota can be of all namespaces that no other quota names, however many there are. A tier
+without quotas does not use this module.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ class NodeSpaces(Protocol):
 
 
 class Share:
-    """A tenant's part of one tier: ``used`` and ``limit`` in blocks, ``leaves`` may be evicted."""
+    """A tenant's part of one tier: ``used`` and ``limit`` in blocks, ``leaves`` may be evicted.
+
+    ``namespaces`` is empty for the share of all that no other share names.
+    """
 
     __slots__ = ("leaves", "limit", "namespaces", "used")
 
@@ -119,39 +123,52 @@ class RationedPolicy(EvictionPolicy):
         self.watches_blocks = inner.watches_blocks  # type: ignore[misc]  # same as the inner one
         self._nodes = nodes
         self._owners: dict[bytes, Share] = {}
+        self._rest: Share | None = None
 
     # -- quotas ---------------------------------------------------------------------------------
 
     def grant(
         self, tenant: str, namespaces: frozenset[bytes], limit: int, held: Sequence[int]
-    ) -> Share:
+    ) -> None:
         """Set a tenant's quota to ``limit`` blocks. O(tier).
 
-        ``held`` are all nodes in the tier. Raises ConfigError if a namespace belongs to another
-        tenant.
+        Without ``namespaces`` it is the quota of all that no other tenant has. ``held`` are all
+        nodes in the tier. Raises ConfigError if a namespace belongs to another tenant.
         """
         for other, share in self.shares.items():
             if other != tenant and share.namespaces & namespaces:
                 raise ConfigError(f"tenant {tenant!r} and {other!r} are the same: use one name")
-        self.lift(tenant)
-        names, spaces = self._nodes.space_names, self._nodes.space
-        mine = {self._nodes.space_ids.get(namespace) for namespace in namespaces}
-        used = sum(spaces[node] in mine for node in held)
-        leaves = (node for node in self.inner.evictable() if names[spaces[node]] in namespaces)
-        share = Share(namespaces, limit, used, _Leaves(self.inner.order, leaves))
+        self.lift(tenant, held)
+        share = Share(namespaces, limit, 0, _Leaves(self.inner.order, ()))
         self.shares[tenant] = share
         self._owners.update(dict.fromkeys(namespaces, share))
-        return share
+        if not namespaces:
+            self._rest = share
+        self._recount(held, share, self._rest)
 
-    def lift(self, tenant: str) -> None:
-        """Remove a tenant's quota, if it has one."""
+    def lift(self, tenant: str, held: Sequence[int]) -> None:
+        """Remove a tenant's quota, if it has one. O(tier)."""
         share = self.shares.pop(tenant, None)
-        for namespace in () if share is None else share.namespaces:
+        if share is None:
+            return
+        if share is self._rest:
+            self._rest = None
+        for namespace in share.namespaces:
             del self._owners[namespace]
+        self._recount(held, self._rest)
+
+    def _recount(self, held: Sequence[int], *shares: Share | None) -> None:
+        names, spaces = self._nodes.space_names, self._nodes.space
+        for share in shares:
+            if share is not None:
+                mine = {at for at, name in enumerate(names) if self.share_of(name) is share}
+                share.used = sum(spaces[node] in mine for node in held)
+                leaves = (node for node in self.inner.evictable() if spaces[node] in mine)
+                share.leaves = _Leaves(self.inner.order, leaves)
 
     def share_of(self, namespace: bytes) -> Share | None:
         """Return the share that a namespace counts towards, or None."""
-        return self._owners.get(namespace)
+        return self._owners.get(namespace, self._rest)
 
     def entered(self, nodes: Iterable[int]) -> None:
         """Count blocks that were given slots."""
@@ -180,7 +197,7 @@ class RationedPolicy(EvictionPolicy):
             assert share.leaves.nodes() == leaves[tenant], f"leaves of tenant {tenant}"
 
     def _of(self, node: int) -> Share | None:
-        return self._owners.get(self._nodes.space_names[self._nodes.space[node]])
+        return self.share_of(self._nodes.space_names[self._nodes.space[node]])
 
     # -- a policy -------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class TierTable:
     def lift(self, tenant: str) -> None:
         """Remove a quota; the last one to go removes the wrapper around the policy."""
         if self.quotas is not None:
-            self.quotas.lift(tenant)
+            self.quotas.lift(tenant, self.members())
             if not self.quotas.shares:
                 self.policy, self.quotas = self.quotas.inner, None
 

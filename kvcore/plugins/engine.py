@@ -6,6 +6,7 @@ Imports no engine and no torch.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,14 +16,11 @@ if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
 __all__ = [
-    "SECRET_VARIABLE",
     "command_beside",
     "given_settings",
     "has_entry_point",
     "serve_environment",
 ]
-
-SECRET_VARIABLE = "KVCORE__NAMESPACE__SECRET"
 
 
 def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:
@@ -40,13 +38,14 @@ def given_settings(config: Config, *, secrets: bool = False) -> dict[str, Any]:
 def serve_environment(config: Config) -> dict[str, str]:
     """Return the environment for an engine whose command line carries the other settings.
 
-    The secret travels here, because other users can read command lines. The settings are complete,
-    so KVCORE_CONFIG is emptied: a file that it names must not be merged in again.
+    Secrets travel here, because other users can read command lines and engines show theirs. The
+    settings are complete, so KVCORE_CONFIG is emptied: a file that it names must not be merged in
+    again.
     """
-    env = {"KVCORE_CONFIG": ""}
-    if config.namespace.secret is not None:
-        env[SECRET_VARIABLE] = config.namespace.secret
-    return env
+    from kvcore.config import SECRETS_VARIABLE, secret_settings
+
+    secrets = secret_settings(config)
+    return {"KVCORE_CONFIG": "", SECRETS_VARIABLE: json.dumps(secrets) if secrets else ""}
 
 
 def has_entry_point(group: str, value: str) -> bool:

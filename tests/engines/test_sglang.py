@@ -414,7 +414,7 @@ def test_eviction_retraction_and_chunked_prefill(
 def _flush_forgets_everything(
     process: EngineProcess, reference: Ask, asked: Sequence[list[int]]
 ) -> None:
-    """Unless it was told otherwise: SGLang flushes when its weights were changed."""
+    """With `keep_on_flush = false`."""
     process.reset_prefix_cache(connector=True, timeout_s=200)
     forgotten = answers(process, asked)
     assert_same_answers(forgotten, reference(asked))

@@ -31,7 +31,7 @@ from kvcore_devtools import shared_server_checks
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import free_port
 from kvcore_devtools.shared_server_checks import LEAD, Pair, Texts
-from support.front_door import post, served
+from support.front_door import get, post, served
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -168,7 +168,11 @@ def test_as_a_user_serves_it(tmp_path: Path, folder: Path, plain: Any) -> None:
     """`kvcore serve` runs SGLang's own server. In 0.5.23 the stand-ins must be in each process."""
     prompts = windows(folder, 3, 150, 500, seed=22)
     file, log, port = tmp_path / "kvcore.toml", tmp_path / "log", free_port()
-    file.write_text('[host]\ncapacity = "256MiB"\n[sglang]\nkeep_on_flush = true\n')
+    secrets = ["salt-of-a-tenant-0f1e2d3c", "secret-of-all-4b5a69788796"]
+    file.write_text(
+        f'[host]\ncapacity = "256MiB"\n[namespace]\nsecret = "{secrets[1]}"\n'
+        f'[tenants.ann]\nsalt = "{secrets[0]}"\nquota = {{ host = "50%" }}\n'
+    )
     env, options = documented()
     command = [str(Path(sys.executable).with_name("kvcore")), "serve", "--engine", "sglang"]
     more = ["--host", "127.0.0.1", "--port", str(port), "--max-total-tokens", "8192"]
@@ -182,7 +186,17 @@ def test_as_a_user_serves_it(tmp_path: Path, folder: Path, plain: Any) -> None:
                 assert answer["output_ids"] == right
                 reusable = (len(prompt) - 1) // BLOCK * BLOCK
                 assert answer["meta_info"]["cached_tokens"] == turn * reusable
-            post(address, "/flush_cache?timeout=30")
+            post(address, "/flush_cache?timeout=30")  # any client may, and kvcore keeps its tiers
+        told = get(address, "/server_info")
+        assert not [secret for secret in secrets if secret in told]
+        assert "in_flight" in told
+        assert answer["meta_info"]["id"] not in told, "requests of others are not listed"
+        changed = post(address, "/update_weights_from_disk", {"model_path": str(folder)})
+        assert changed["success"], changed
+        body = {"input_ids": prompts[0], "sampling_params": sampling}
+        answer = post(address, "/generate", body)
+        assert answer["output_ids"] == plain(prompts)[0]
+        assert answer["meta_info"]["cached_tokens"] == 0, "KV of weights that were replaced"
 
 
 # -- fusion ---------------------------------------------------------------------------------------

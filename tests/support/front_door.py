@@ -68,6 +68,12 @@ def post(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
     return json.loads(content) if is_json and content else None
 
 
+def get(address: str, path: str) -> str:
+    """Return the text that a GET is answered with."""
+    with urllib.request.urlopen(address + path, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
 def metric(address: str, name: str) -> float:
     """Return the sum of a metric's samples at ``/metrics``."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:

@@ -122,7 +122,8 @@ class SGLangRig:
     def __init__(
         self, pool: Any, page: int, kvcore: dict[str, Any], *, timed: bool = False
     ) -> None:
-        self.config = load_config(overrides=kvcore, env={})
+        listed = {**kvcore.get("sglang", {}), "list_requests": True}
+        self.config = load_config(overrides={**kvcore, "sglang": listed}, env={})
         self.page = page
         self.pool = pool
         found = read_pool(pool, page)

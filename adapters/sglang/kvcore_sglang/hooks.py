@@ -8,6 +8,8 @@
     SchedulerOutputStreamer.stream_output           computes marked requests again, reports ends
     Scheduler.send_abort_output                     computes marked requests again, reports ends
     Scheduler.get_internal_state                    adds kvcore's state to /server_info
+    SchedulerWeightUpdaterManager.flush_cache_after_weight_update
+                                                    says that weights were changed in place
     PrefillAdder.add_one_req                        lets others go first while KV is being fetched
     ModelRunner.forward                             times prefill
 
@@ -37,6 +39,9 @@ _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCache
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_UPDATER = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
@@ -258,6 +263,22 @@ def around_internal_state(original: Original, scheduler: Any, recv_req: Any) -> 
     return result
 
 
+# --- weights ------------------------------------------------------------------------------------
+
+
+def around_weight_update(
+    original: Original, updater: Any, recv_req: Any, success: bool, message: str
+) -> Any:
+    """Tell the linker that weights were changed, whether SGLang then flushes its cache or not.
+
+    Without this a flush for new weights cannot be told from one that a client asked for.
+    """
+    linker = kvcore_linker(getattr(updater.scheduler, "tree_cache", None))
+    if linker is not None:
+        linker.weights_changed()
+    return original(updater, recv_req, success, message)
+
+
 # --- how long prefill takes ----------------------------------------------------------------------
 
 
@@ -306,6 +327,15 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), around_internal_state),
 )
 
+WEIGHT_HOOKS = (
+    Hook(
+        f"{_UPDATER}.flush_cache_after_weight_update",
+        ("self", "recv_req", "success", "message"),
+        around_weight_update,
+    ),
+)
+"""Without these hooks every flush counts as one for new weights: what was kept is not found."""
+
 FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
 """Without these hooks there is no fusion. Everything else works."""
 
@@ -346,7 +376,7 @@ def register_all() -> None:
     """Register every hook that fits its target. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
+    for hook in (*HOOKS, *WEIGHT_HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)

@@ -490,16 +490,21 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of kvcore that the engine shows on request, as plain data."""
+        """The state of kvcore that the engine shows on request, as plain data.
+
+        Every client may ask, so the requests are in it only with ``sglang.list_requests``.
+        """
         self._pump()
         self._show()
-        return {
+        state = {
             "aside": self.disabled,
             "in_flight": self.manager.in_flight,
-            "requests": {rid: dict(reused) for rid, reused in self._served.items()},
-            "fusion": {} if self._fusion is None else self._fusion.results,
             "metrics": self.metrics.snapshot(),
         }
+        if self._settings.list_requests:
+            state["requests"] = {rid: dict(reused) for rid, reused in self._served.items()}
+            state["fusion"] = {} if self._fusion is None else self._fusion.results
+        return state
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the index, graphs in flight and offers agree."""

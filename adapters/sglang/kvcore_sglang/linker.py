@@ -85,6 +85,13 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None)
         )
         self._epoch = secrets.token_hex(16)
+        self._changed = False
+        """True if weights were changed in place since the last flush."""
+        if not self._config.sglang.keep_on_flush and not server_args.admin_api_key:
+            _log.warning(
+                "sglang.keep_on_flush is false, and SGLang has no --admin-api-key: every client "
+                "can erase every tier with /flush_cache"
+            )
         self._parts = self._build(server_args, params, components)
         worker = self._parts.worker if self._parts else None
         self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
@@ -445,12 +452,19 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         leader = self.leader
         return None if leader is None else leader.state
 
-    def reset(self) -> None:
-        """Drop every block and request: the engine's cache is flushed, perhaps for new weights.
+    def weights_changed(self) -> None:
+        """Take note that weights were changed in place. A flush may follow, at once or later."""
+        self._changed = True
+        if self.leader is not None:
+            self._guarded(None, lambda leader: leader.renew())
 
-        With ``sglang.keep_on_flush`` only the requests are dropped. Blocks up to `LAND_S` for
-        copies of the engine's pages, which belong to others afterwards. Writes to a disk or a store
-        go on, and their blocks are dropped with the rest.
+    def reset(self) -> None:
+        """Drop every request, because the engine's cache is flushed.
+
+        Without ``sglang.keep_on_flush``, every block of every tier is dropped too; writes to a disk
+        or a store go on, and their blocks are dropped with the rest. If weights may have changed,
+        what is kept is not found any more. Blocks up to `LAND_S` for copies of the engine's pages,
+        which belong to others afterwards.
         """
         self.layer_done_counter.reset()
         for rid in list(self._queued):
@@ -474,6 +488,10 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         self.leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
             self.leader.clear()
+        elif self._changed or not hooks.fit(hooks.WEIGHT_HOOKS):
+            # What was computed since the change may mix both weights, so the mark is drawn anew.
+            self.leader.renew()
+        self._changed = False
 
     def close(self) -> None:
         """Finish the saves in flight and flush the tiers, so that no save is lost. Blocks."""

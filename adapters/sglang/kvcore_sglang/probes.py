@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcore.plugins.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
-from kvcore_sglang.hooks import FUSION_HOOKS, HOLD_HOOKS, HOOKS, PUBLISHING, TIME_HOOKS, Hook
+from kvcore_sglang.hooks import (
+    FUSION_HOOKS,
+    HOLD_HOOKS,
+    HOOKS,
+    PUBLISHING,
+    TIME_HOOKS,
+    WEIGHT_HOOKS,
+    Hook,
+)
 from kvcore_sglang.plugin import LINKER_PROBE, STORAGE_PROBE
 
 _UNIFIED = "sglang.srt.mem_cache.unified_cache"
@@ -51,6 +59,7 @@ _AS_LINKER: tuple[Want, ...] = (
             "stages",
             "state",
             "wants_inserts",
+            "weights_changed",
         ),
     ),
     *_hooked(HOOKS),
@@ -213,6 +222,12 @@ PROBES = (
         "to let others go first while a request's KV is read",
         _hooked(HOLD_HOOKS),
         without="a request uses only the KV that is in host memory when its turn comes",
+    ),
+    Probe(
+        "weights",
+        "to tell weights changed in place from a flush that a client asked for",
+        _hooked(WEIGHT_HOOKS),
+        without="every flush counts as one for new weights",
     ),
     Probe(
         "timing",

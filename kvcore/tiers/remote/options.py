@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 from pydantic import Field, ValidationError
 
 from kvcore.config.fields import Name, SchemaModel, Seconds
-from kvcore.config.walk import supported
+from kvcore.config.walk import is_secret, supported
 from kvcore.errors import ConfigError
+from kvcore.masking import MASK
 
 if TYPE_CHECKING:
     from kvcore.tiers.spec import TierContext
@@ -86,7 +87,8 @@ def read_options(kind: type[Options], context: TierContext) -> Options:
         return kind.model_validate(dict(context.options))
     except ValidationError as error:
         lines = [_explain(kind, item) for item in error.errors()]
-        raise ConfigError(f"[tiers.{context.name}.options]: {'; '.join(lines)}") from error
+        # Pydantic's own text shows what was given, so it is not the cause.
+        raise ConfigError(f"[tiers.{context.name}.options]: {'; '.join(lines)}") from None
 
 
 def _explain(kind: type[StoreOptions], item: Any) -> str:
@@ -101,4 +103,6 @@ def _explain(kind: type[StoreOptions], item: Any) -> str:
         return f"{name}: {cause}"
     if item["type"] == "missing":
         return f"{name}: is missing; supported is {supported(known[name])}"
-    return f"{name}: given {item['input']!r}; supported is {supported(known[name])}"
+    secret = is_secret(("tiers", "NAME", "options", *map(str, item["loc"])))
+    given = MASK if secret else repr(item["input"])
+    return f"{name}: given {given}; supported is {supported(known[name])}"

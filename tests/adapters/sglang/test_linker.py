@@ -56,6 +56,9 @@ class Leader:
     def clear(self) -> None:
         self.told.append("clear")
 
+    def renew(self) -> None:
+        self.told.append("renew")
+
 
 class Worker:
     def __init__(self, lands: bool) -> None:
@@ -129,18 +132,39 @@ def test_a_request_that_was_answered_in_part_is_loaded_at_once(
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("lands", [True, False])
 def test_a_flush_waits_for_pages_and_for_no_medium(
-    linker_class: Any, lands: bool, keeps: bool
+    linker_class: Any, lands: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies of pages that do not end are the end of kvcore here; of a medium nothing is asked."""
     leader, worker = Leader(resumed=False), Worker(lands)
     linker = made(linker_class, leader, worker)
     linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
+    linker._changed = False
+    monkeypatch.setattr(linker_class.reset.__globals__["hooks"], "fit", lambda hooks: True)
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
     linker._queued = {"r": Order()}
     linker.reset()
     first = ["drop r", *([] if lands else ["stand aside"])]
     assert not linker._queued
     assert leader.told == [*first, "forget requests", *([] if keeps else ["clear"])]
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_kv_from_before_a_change_of_weights_is_not_found_after_a_flush(
+    linker_class: Any, hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiers are kept, for engines with the weights of the files. Where SGLang does not say that
+    weights were changed, every flush counts as one for new weights."""
+    leader = Leader(resumed=False)
+    linker = made(linker_class, leader, Worker(lands=True))
+    linker._config = Config()
+    linker._changed = False
+    linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
+    monkeypatch.setattr(linker_class.reset.__globals__["hooks"], "fit", lambda hooks: hooked)
+    linker.weights_changed()
+    linker.reset()
+    assert leader.told == ["renew", "forget requests", "renew"]
+    linker.reset()
+    assert leader.told[3:] == ["forget requests", *([] if hooked else ["renew"])]
 
 
 @pytest.mark.parametrize("refused", [True, False])

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvcore.config import load_config
+from kvcore.config import SECRETS_VARIABLE, load_config
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.plugins.engine import SECRET_VARIABLE
 from kvcore.telemetry.rates import ForwardPart
 from kvcore_sglang import hooks, plugin
 
@@ -32,14 +31,14 @@ def test_the_command_names_the_linker_and_carries_the_settings() -> None:
         "linker_module_path": "kvcore_sglang.linker",
         "linker_extra_config": {"host": {"capacity": 2 << 30}},
     }
-    assert command.env == {"KVCORE_CONFIG": ""}
+    assert command.env == {"KVCORE_CONFIG": "", SECRETS_VARIABLE: ""}
 
 
 def test_a_secret_is_not_on_the_command_line() -> None:
-    config = load_config(overrides={"namespace": {"secret": "hush"}}, env={})
+    config = load_config(overrides={"namespace": {"secret": "hush" * 4}}, env={})
     command = plugin.serve("MODEL", config, [])
     assert "hush" not in " ".join(command.argv)
-    assert command.env[SECRET_VARIABLE] == "hush"
+    assert json.loads(command.env[SECRETS_VARIABLE]) == {"namespace": {"secret": "hush" * 4}}
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_serve_writes_the_engines_options(home: Path) -> None:
     mine = home / "options.yaml"
     mine.write_text("kv_cache_config: {dtype: fp8}\nmax_num_tokens: 512\n")
     config = load_config(
-        overrides={"host": {"capacity": "2GiB"}, "namespace": {"secret": "s"}}, env={}
+        overrides={"host": {"capacity": "2GiB"}, "namespace": {"secret": "s" * 16}}, env={}
     )
     command = plugin.serve("m", config, ["--tp_size", "2", "--extra_llm_api_options", str(mine)])
     assert command.argv[1:4] == ["m", "--tp_size", "2"]

@@ -135,7 +135,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = runner.invoke(app, [*command, "--engine-arg", "max_model_len=4096"])
     assert result.exit_code == 0, result.output
     assert given[:2] == ["MODEL", "toy"]
-    assert given[3] == {"max_model_len": 4096}
+    assert given[4] == {"max_model_len": 4096}
     assert "kvcore hit" in result.stdout
     assert json.loads((tmp_path / "bench.json").read_text())["notes"]["prompts"] == 2
     assert "kvcore restarted" not in result.stdout, "there is no tier that outlives the engine"

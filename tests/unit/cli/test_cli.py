@@ -83,7 +83,7 @@ def test_version() -> None:
 
 def test_config_shows_values_and_sources(tmp_path: Path) -> None:
     file = tmp_path / "kvcore.toml"
-    file.write_text('[host]\ncapacity = "1GiB"\n[namespace]\nsecret = "hunter2"\n')
+    file.write_text('[host]\ncapacity = "1GiB"\n[namespace]\nsecret = "hunter2-hunter2-"\n')
     out = run(
         "config", "--show", "-c", str(file), "--set", "block.tokens=32", KVCORE__HOST__PIN="false"
     )
@@ -201,7 +201,7 @@ def test_the_console_script_runs() -> None:
     [
         ("tiers.far.plugin=rediss", "no tier called 'rediss'; did you mean 'redis'?"),
         ("host.policy=lruu", "no policy called 'lruu'; did you mean 'lru'?"),
-        ('tenants.ann.quota={hots="1%"}', "tenants.ann.quota names the tiers hots; there are"),
+        ('tenants.ann={salt="a",quota={hots="1%"}}', "tenants.ann.quota names the tiers hots; there are"),
         ("host.capacity=4096TiB", "host.capacity is 4096TiB and {path} has"),
     ],
 )

@@ -160,7 +160,9 @@ tables = st.fixed_dictionaries(
     optional={
         "engine": names,
         "block": st.fixed_dictionaries({"tokens": st.sampled_from([8, 16, 128, 1024])}),
-        "namespace": st.fixed_dictionaries({}, optional={"secret": names, "salt": names}),
+        "namespace": st.fixed_dictionaries(
+            {}, optional={"secret": names.map(lambda n: n * 16), "salt": names}
+        ),
         "host": st.fixed_dictionaries(
             {},
             optional={
@@ -320,19 +322,19 @@ def test_a_missing_file_says_who_named_it(tmp_path: Path) -> None:
 
 
 def test_a_secret_is_never_shown() -> None:
-    config = load({"namespace": {"secret": "hunter2"}, "host": {"pin": False}})
-    assert config.namespace.secret == "hunter2"
-    assert "hunter2" not in repr(config)
-    assert "hunter2" not in str(settings(config))
+    config = load({"namespace": {"secret": "hunter2-hunter2-"}, "host": {"pin": False}})
+    assert config.namespace.secret == "hunter2-hunter2-"
+    assert "hunter2-hunter2-" not in repr(config)
+    assert "hunter2-hunter2-" not in str(settings(config))
     assert explicit_settings(config) == {"host": {"pin": False}}
-    assert "hunter2" not in message({"namespace": {"secret": ["hunter2"]}})
+    assert "hunter2-hunter2-" not in message({"namespace": {"secret": ["hunter2-hunter2-"]}})
 
 
 def test_every_effective_value_is_shown() -> None:
     named = {
         "tiers": {"shelf": {"plugin": "p"}},
         "cluster": {"members": {"shelf": {}}},
-        "tenants": {"shelf": {}},
+        "tenants": {"shelf": {"salt": "s"}},
     }
     shown = {s.path: s for s in settings(load(named))}
     expected = {path.replace("NAME", "shelf") for path in known_paths()}

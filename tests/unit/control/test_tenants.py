@@ -26,7 +26,7 @@ def make(**tenants: Any) -> Tenants:
 def test_a_tenants_namespaces_are_those_of_its_requests() -> None:
     spaces = Namespaces(load_config(None, {"namespace": {"salt": "usual"}}).namespace, b"f" * 16)
     lora = {"sql": "/models/sql"}
-    tenants = make(ann={"loras": lora}, bob={"salt": "b"}, rest={"salt": ""})
+    tenants = make(ann={"salt": "ann", "loras": lora}, bob={"salt": "b"}, rest={"salt": ""})
     assert list(tenants.spaces("ann")) == [
         spaces.of("", "ann"),
         spaces.of(lora_identity("sql", "/models/sql"), "ann"),
@@ -38,7 +38,7 @@ def test_a_tenants_namespaces_are_those_of_its_requests() -> None:
 
 def test_quotas_are_blocks_of_a_tier() -> None:
     quota = {"host": "25%", "disk": str(7 * BLOCK + 1)}
-    assert list(make(ann={"quota": quota}, bob={}).usage()) == [
+    assert list(make(ann={"salt": "a", "quota": quota}, bob={"salt": "b"}).usage()) == [
         Usage("ann", "host", 0, 2),
         Usage("bob", "host", 0, None),
         Usage("ann", "disk", 0, 7),
@@ -51,14 +51,18 @@ def test_quotas_are_blocks_of_a_tier() -> None:
 @pytest.mark.parametrize(
     ("tenants", "why"),
     [
-        ({"a b": {}}, "tenant name 'a b'"),
-        ({"ann": {"quota": {"host": "much"}}}, "given 'much'"),
-        ({"ann": {"quota": {"host": "101%"}}}, "up to 100%"),
-        ({"ann": {"quota": {"host": True}}}, "given True"),
-        ({"ann": {"quota": {"tape": "1%"}}}, "names the tiers tape; there are disk, host"),
-        ({"ann": {"quota": {"host": "999B"}}}, "less than a block of 1000 bytes"),
+        ({"a b": {"salt": "a"}}, "tenant name 'a b'"),
+        ({"ann": {"salt": "a", "quota": {"host": "much"}}}, "given 'much'"),
+        ({"ann": {"salt": "a", "quota": {"host": "101%"}}}, "up to 100%"),
+        ({"ann": {"salt": "a", "quota": {"host": True}}}, "given True"),
+        (
+            {"ann": {"salt": "a", "quota": {"tape": "1%"}}},
+            "names the tiers tape; there are disk, host",
+        ),
+        ({"ann": {"salt": "a", "quota": {"host": "999B"}}}, "less than a block of 1000 bytes"),
         ({"ann": {"salt": "x"}, "bob": {"salt": "x"}}, "'bob' and 'ann' have one salt"),
-        ({"ann": {"sald": "x"}}, "salt"),
+        ({"ann": {}}, "tenants.ann .*: has no salt"),
+        ({"ann": {"sald": "x"}}, "did you mean tenants.ann.salt"),
     ],
 )
 def test_what_makes_no_sense_is_named(tenants: dict[str, Any], why: str) -> None:

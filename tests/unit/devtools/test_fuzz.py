@@ -264,7 +264,7 @@ def test_traces_and_records_of_requests(
 )
 def test_a_tenant_cannot_probe_anothers_cache(prompt: list[int], mine: str, other: str) -> None:
     """The same prompt finds nothing under another salt, and no key of one is a key of the other."""
-    spaces = Namespaces(NamespaceConfig(secret="s"), b"model")
+    spaces = Namespaces(NamespaceConfig(secret="s" * 16), b"model")
     chains = [KeyChain(spaces.of("", salt), 16) for salt in (mine, other)]
     keys = [list(chain.extend(prompt)) for chain in chains]
     index = BlockIndex([TierSpec("host", 16)])
@@ -285,7 +285,7 @@ def test_without_the_secret_keys_cannot_be_guessed() -> None:
                 Namespaces(NamespaceConfig(secret=secret), b"model").of("", "salt"), 16
             ).extend(prompt)
         )
-        for secret in ("one", "two", None)
+        for secret in ("one" * 8, "two" * 8, None)
     }
     assert len(set(found.values())) == 3
 

@@ -16,7 +16,8 @@ from kvcore.index.quotas import Quota
 
 Path = tuple[int, ...]
 SPACES = [bytes([65 + tenant]) * 16 for tenant in range(3)]
-TENANTS = ["ann", "bob", "eve"]
+TENANTS = ["ann", "bob", "eve", "everybody else"]
+REST = -1
 NO_LIMIT = 1 << 20
 
 
@@ -45,7 +46,10 @@ class Twin:
         self.pins: list[Path] = []
 
     def of(self, tenant: int) -> list[Path]:
-        return [path for path in self.used if path[0] == tenant]
+        return [path for path in self.used if tenant in (path[0], self.quota_of(path))]
+
+    def quota_of(self, path: Path) -> int:
+        return path[0] if path[0] in self.limits else REST
 
     def leaves(self, keep: Path) -> list[Path]:
         inner = {path[:-1] for path in self.used} | set(self.pins) | {keep}
@@ -55,7 +59,7 @@ class Twin:
         """Evict the least recently used leaf (of a tenant) until there is ``enough``."""
         gone = []
         while not enough():
-            leaves = [p for p in self.leaves(keep) if tenant in (None, p[0])]
+            leaves = [p for p in self.leaves(keep) if tenant in (None, self.quota_of(p))]
             if not leaves:
                 break
             gone.append(min(leaves, key=self.used.__getitem__))
@@ -63,7 +67,7 @@ class Twin:
         return gone
 
     def store(self, path: Path, now: int) -> list[Path]:
-        tenant = path[0]
+        tenant = self.quota_of(path)
         held = sum(path[: i + 1] in self.used for i in range(len(path)))
         wanted, gone = len(path) - held, []
         if wanted and tenant in self.limits:
@@ -110,9 +114,10 @@ class QuotaMachine(RuleBasedStateMachine):
         self.index.touch(match)
         self.twin.use(path[: match.depth], self.now)
 
-    @rule(tenant=st.integers(0, 2), limit=st.none() | st.integers(0, 9))
+    @rule(tenant=st.integers(REST, 2), limit=st.none() | st.integers(0, 9))
     def set_quota(self, tenant: int, limit: int | None) -> None:
-        gone = self.index.admin.set_quota("t", TENANTS[tenant], [SPACES[tenant]], limit)
+        spaces = [] if tenant == REST else [SPACES[tenant]]
+        gone = self.index.admin.set_quota("t", TENANTS[tenant], spaces, limit)
         expected = []
         self.twin.limits.pop(tenant, None)
         if limit is not None:
@@ -151,7 +156,9 @@ class QuotaMachine(RuleBasedStateMachine):
         held = {SPACES[t]: len(self.twin.of(t)) for t in range(3) if self.twin.of(t)}
         assert self.index.admin.usage("t") == held
         assert self.index.admin.quotas("t") == {
-            TENANTS[t]: Quota(len(self.twin.of(t)), limit, frozenset([SPACES[t]]))
+            TENANTS[t]: Quota(
+                len(self.twin.of(t)), limit, frozenset(() if t == REST else [SPACES[t]])
+            )
             for t, limit in self.twin.limits.items()
         }
 
@@ -175,7 +182,7 @@ def test_a_quota_that_never_binds_changes_no_eviction(
 ) -> None:
     """The plain order holds for everyone, whatever policy gives it."""
     plain, limited = (BlockIndex([TierSpec("t", 6, policy)]) for _ in range(2))
-    for tenant, space in zip(TENANTS, SPACES, strict=True):
+    for tenant, space in zip(TENANTS, SPACES, strict=False):
         limited.admin.set_quota("t", tenant, [space], NO_LIMIT)
     for path, touch in steps:
         if touch:

@@ -127,9 +127,9 @@ def test_namespaces_differ_by_lora_and_tenant() -> None:
 
 
 def test_the_configured_tenant_and_secret_are_used() -> None:
-    spaces = Namespaces(NamespaceConfig(salt="us", secret="s"), b"model")
-    assert spaces.of() == Namespace(b"model", cache_salt="us", secret=b"s")
-    assert spaces.of(salt="them") == Namespace(b"model", cache_salt="them", secret=b"s")
+    spaces = Namespaces(NamespaceConfig(salt="us", secret="s" * 16), b"model")
+    assert spaces.of() == Namespace(b"model", cache_salt="us", secret=b"s" * 16)
+    assert spaces.of(salt="them") == Namespace(b"model", cache_salt="them", secret=b"s" * 16)
 
 
 def test_renewed_namespaces_meet_none_made_before() -> None:

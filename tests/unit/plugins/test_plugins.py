@@ -263,7 +263,7 @@ def adapter(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_serving_vllm(adapter: ModuleType) -> None:
     table = {
         "engine": "vllm",
-        "namespace": {"secret": "hunter2"},
+        "namespace": {"secret": "hunter2-hunter2-"},
         "disk": {"path": "/kv", "capacity": "1GiB"},
     }
     config = load_config(overrides=table, env={})

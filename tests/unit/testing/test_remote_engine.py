@@ -109,7 +109,7 @@ def test_another_tenant_model_or_deployment_finds_nothing(host: Hosts, plain: An
     assert serve(host(), prompt, salt="mine")[1] == 63
     assert serve(host(), prompt, salt="yours") == (plain(prompt), 0)
     assert serve(host(), prompt) == (plain(prompt), 0)
-    assert serve(host(tables={"namespace": {"secret": "s"}}), prompt, salt="mine")[1] == 0
+    assert serve(host(tables={"namespace": {"secret": "s" * 16}}), prompt, salt="mine")[1] == 0
     assert serve(host({"options": {"prefix": "test"}}), prompt, salt="mine")[1] == 0
     assert serve(host(tables={"block": {"tokens": 32}}), prompt, salt="mine")[1] == 0
 

@@ -115,7 +115,9 @@ class Driver(EngineDriver):
             self._kvcore = kvcore
             if start_method == "fork" and on_cpu and self._forgets is None:
                 self._forgets = _forget_on_word()
-            config = load_config(overrides=kvcore, env={}, overrides_from="the test")
+            sglang_settings = {**kvcore.get("sglang", {}), "list_requests": True}
+            given = {**kvcore, "sglang": sglang_settings}
+            config = load_config(overrides=given, env={}, overrides_from="the test")
             engine_args.update(engine_settings(config))
         self._engine = sglang.Engine(model_path=model, log_level="info", **engine_args)
         device = "cpu" if on_cpu else "cuda"
@@ -179,7 +181,7 @@ class Driver(EngineDriver):
         With ``keep_on_flush`` and ``connector``, processes that are forks empty kvcore all the
         same. Raises UnsupportedError if they are not forks, or after ``timeout_s`` seconds.
         """
-        keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", False))
+        keeps = bool((self._kvcore or {}).get("sglang", {}).get("keep_on_flush", True))
         forced = connector and self._forgets is not None
         if self._kvcore is not None and connector == keeps and not forced:
             raise UnsupportedError(
