@@ -61,6 +61,7 @@ def check_parts(found: Sequence[dict[str, Any]]) -> None:
             name = resource["spec"]["selector"][NAME]
             assert {port["targetPort"] for port in resource["spec"]["ports"]} <= ports[name]
         elif resource["kind"] == "NetworkPolicy":
-            name = resource["spec"]["podSelector"]["matchLabels"][NAME]
-            rules = resource["spec"]["ingress"]
-            assert {port["port"] for rule in rules for port in rule.get("ports", [])} <= ports[name]
+            name = resource["spec"]["podSelector"]["matchLabels"].get(NAME)
+            rules = resource["spec"].get("ingress", [])
+            named = {port["port"] for rule in rules for port in rule.get("ports", [])}
+            assert {port for port in named if isinstance(port, str)} <= ports.get(name, set())

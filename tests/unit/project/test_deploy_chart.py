@@ -6,12 +6,10 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from kvcore.cli import serve
@@ -24,90 +22,28 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from support.chart import (
+    CHART,
+    DIGEST,
+    EXTRA,
+    LIKE_MANIFESTS,
+    PINNED,
+    VALUES,
+    VARIANTS,
+    merged,
+    rendered,
+    text,
+)
 from support.deployment import DEPLOY, KUBERNETES, SETTINGS, WITH_PODS, check_parts, documents, tool
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
-
-CHART = DEPLOY / "helm" / "kvcore"
-VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-LIKE_MANIFESTS = {"server": {"enabled": False}, "store": {"kind": "valkey"}}
-OWN_REDIS = {"kind": "url", "url": "rediss://elsewhere:6379/0", "passwordKey": "redis"}
-EXTRA = {
-    "extraEnv": [{"name": "KVCORE__LOG__LEVEL", "value": "debug"}],
-    "extraEnvFrom": [{"secretRef": {"name": "aws"}}],
-    "extraVolumes": [{"name": "ca", "secret": {"secretName": "store-ca"}}],
-    "extraVolumeMounts": [{"name": "ca", "mountPath": "/etc/ca", "readOnly": True}],
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "manifests": LIKE_MANIFESTS,
-    "lend": {"server": {"enabled": False}},
-    "server-valkey": {"store": {"kind": "valkey"}},
-    "no-store": {"store": {"kind": "none"}, "disk": {"capacity": ""}},
-    "no-server-no-disk": {"server": {"enabled": False}, "disk": {"capacity": ""}},
-    "own-store": {"store": {"kind": "url", "url": "redis://elsewhere:6379/0"}},
-    "watched": {
-        "monitoring": {
-            "podMonitor": True, "alerts": True, "dashboard": True, "annotations": False,
-            "labels": {"release": "prometheus"},
-        }
-    },
-    "watched-alone": {"server": {"enabled": False}, "monitoring": {"podMonitor": True}},
-    "placed": {
-        "engine": {
-            "nodeSelector": {"gpu": "yes"},
-            "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
-            "args": ["--max-model-len", "32768"],
-        },
-        "settings": "[block]\ntokens = 32\n",
-        "disk": {"storageClass": "local"},
-    },
-    "password": {"store": OWN_REDIS},
-    "password-alone": {"server": {"enabled": False}, "store": OWN_REDIS},
-    "extended": {
-        "imagePullSecrets": [{"name": "registry"}],
-        "engine": {**EXTRA, "settings": "[block]\ntokens = 32\n[vllm]\nlayerwise = false\n"},
-        "server": EXTRA,
-    },
-    "extended-alone": {
-        "imagePullSecrets": [{"name": "registry"}],
-        "server": {"enabled": False},
-        "engine": {**EXTRA, "settings": "[block]\ntokens = 32\n"},
-        "store": {"kind": "valkey"},
-    },
-}  # fmt: skip
-
-
-@cache
-def chart() -> Any:
-    return tool("helm_python").Chart.load(CHART)
-
-
-def text(values: Mapping[str, Any], name: str = "kvcore") -> dict[str, str]:
-    """What Helm makes of the chart, by template."""
-    return _made(json.dumps(values), name)
-
-
-@cache
-def _made(values: str, name: str) -> dict[str, str]:
-    given = json.loads(values)
-    chart().validate_schema(given)
-    made = chart().render(given, name=name, namespace="models")
-    return {Path(path).name: str(found) for path, found in made.items()}
-
-
-def rendered(values: Mapping[str, Any], name: str = "kvcore") -> list[dict[str, Any]]:
-    """The resources."""
-    made = [found for path, found in text(values, name).items() if path != "NOTES.txt"]
-    return [found for each in made for found in yaml.safe_load_all(each) if found]
-
 
 variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 @variants
 def test_helm_finds_no_fault_with_the_chart(values: dict[str, Any]) -> None:
-    report = tool("helm_python").lint(CHART, values, strict=True)
+    report = tool("helm_python").lint(CHART, merged(PINNED, values), strict=True)
     told = [message["error"] for message in report["messages"]]
     assert (report["errors"], told) == ([], ["icon is recommended"])
 
@@ -135,19 +71,21 @@ def as_manifest(resource: dict[str, Any]) -> Any:
             return {key: plain(inner) for key, inner in value.items() if key not in added}
         if isinstance(value, list):
             return [plain(inner) for inner in value]
+        if str(value).endswith((DIGEST, "@sha256:DIGEST")):
+            return value.partition("@")[0]
         return value.removeprefix("kvcore-") if re.match(KINDS, str(value)) else value
 
     return plain(resource)
 
 
-KINDS = r"kvcore-(engine|valkey|mooncake-master)"
+KINDS = r"kvcore-(engine|valkey|mooncake-master|closed|store-access)"
 
 
 @pytest.mark.parametrize(
     ("values", "files"),
     [
-        (LIKE_MANIFESTS, ["engine.yaml", "valkey.yaml"]),
-        ({"store": {"kind": "mooncake"}}, ["mooncake.yaml"]),
+        (LIKE_MANIFESTS, ["network.yaml", "engine.yaml", "valkey.yaml"]),
+        ({"server": {"enabled": False}}, ["mooncake.yaml"]),
     ],
 )
 def test_the_chart_makes_the_manifests(values: dict[str, Any], files: list[str]) -> None:
@@ -175,6 +113,7 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
         env = {v["name"]: v.get("value", "x") for v in container["env"]}
         if (secret := "KVCORE__NAMESPACE__SECRET") in env:
             env[secret] = "x" * 32
+        env["KVCORE__TENANTS"] = "{}"
         configs[who] = load_config(tmp_path / name, env=env)
         assert f"/etc/kvcore/{name}" in [*container.get("command", []), *container.get("args", [])]
         PluginManager().check(configs[who])
@@ -213,16 +152,16 @@ def part(found: Sequence[dict[str, Any]], who: str) -> Any:
 )
 def test_a_stores_password_lies_where_its_reader_looks(values: str, owner: str) -> None:
     found = rendered(VARIANTS[values])
-    [told] = [r["data"] for r in found if r["kind"] == "ConfigMap" and "kvcore.toml" in r["data"]]
-    lines = tomllib.loads(told["kvcore.toml" if owner == "engine" else "server.toml"])
-    file = Path(lines["tiers"]["shared"]["options"]["password_file"])
     pod = part(found, owner)
     [container] = pod["containers"]
+    variables = {v["name"]: v.get("value") for v in container["env"]}
+    file = Path(variables["KVCORE__TIERS__SHARED__OPTIONS__PASSWORD_FILE"])
     [mount] = [m for m in container["volumeMounts"] if m["mountPath"] == str(file.parent)]
     [volume] = [v for v in pod["volumes"] if v["name"] == mount["name"]]
     assert mount["readOnly"] is True
     assert volume["secret"] == {
-        "secretName": "kvcore", "items": [{"key": "redis", "path": file.name}]
+        "secretName": "kvcore", "defaultMode": 0o440,
+        "items": [{"key": "redis", "path": file.name}],
     }  # fmt: skip
     if owner == "server":
         assert "store-password" not in json.dumps(part(found, "engine")), "none of its affair"
@@ -297,6 +236,9 @@ SPECIAL: dict[tuple[str, ...], Any] = {
     ("store", "kind"): "none",
     ("store", "url"): "redis://third:6379/0",
     ("disk", "hostPath"): "/data",
+    ("image", "digest"): "sha256:" + "f" * 64,
+    ("store", "valkey", "image", "digest"): "sha256:" + "f" * 64,
+    **{("access", name): [{"podSelector": {}}] for name in VALUES["access"]},
     ("engine", "tolerations"): [{"operator": "Exists"}],
     ("imagePullSecrets",): [{"name": "x"}],
     ("store", "passwordKey"): "x",
@@ -306,7 +248,10 @@ SPECIAL: dict[tuple[str, ...], Any] = {
 }
 
 
-@pytest.mark.parametrize("path", list(leaves(VALUES)), ids=".".join)
+ALL = [path for path in leaves(VALUES) if path != ("allowTags",)]  # it matters without a digest
+
+
+@pytest.mark.parametrize("path", ALL, ids=".".join)
 def test_every_value_changes_something(path: tuple[str, ...]) -> None:
     value: Any = VALUES
     for name in path:
@@ -315,14 +260,6 @@ def test_every_value_changes_something(path: tuple[str, ...]) -> None:
     for name in reversed(path):
         told = {name: told}
     assert any(text(merged(v, told)) != text(v) for v in VARIANTS.values())
-
-
-def merged(values: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(values)
-    for name, value in more.items():
-        both = isinstance(value, dict) and isinstance(made.get(name), dict)
-        made[name] = merged(made[name], value) if both else value
-    return made
 
 
 @pytest.mark.parametrize(

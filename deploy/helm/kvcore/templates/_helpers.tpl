@@ -22,9 +22,40 @@ prometheus.io/port: {{ .port | quote }}
 {{- end }}
 {{- end }}
 
+{{- /* An image by its digest, which names one content. A tag names whatever was pushed last. */ -}}
+{{- define "kvcore.pinned" -}}
+{{- if .image.digest }}
+{{- .image.repository }}{{ with .image.tag }}:{{ . }}{{ end }}@{{ .image.digest }}
+{{- else if and .root.Values.allowTags .image.tag }}
+{{- .image.repository }}:{{ .image.tag }}
+{{- else }}
+{{- fail (printf "given no %s.digest; supported is the digest of the image (sha256:...), or a tag with allowTags=true" .name) }}
+{{- end }}
+{{- end }}
+
 {{- define "kvcore.image" -}}
-image: {{ .Values.image.repository }}:{{ .Values.image.tag }}
+image: {{ include "kvcore.pinned" (dict "name" "image" "image" .Values.image "root" .) }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- end }}
+
+{{- /* Server and engines have one user: each trusts only what belongs to its own. */ -}}
+{{- define "kvcore.podSecurity" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .Values.user }}
+  runAsGroup: {{ .Values.user }}
+  fsGroup: {{ .Values.user }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "kvcore.containerSecurity" -}}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
 {{- end }}
 
 {{- define "kvcore.pullSecrets" -}}
@@ -33,9 +64,17 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{- /* Memory of the node that server and engines share. */ -}}
+{{- /* Memory of the node that server and engines share. Only root can make a folder in /run. */ -}}
 {{- define "kvcore.run" -}}
-/dev/shm/kvcore-{{ .Release.Namespace }}-{{ .Release.Name }}
+/run/kvcore/{{ .Release.Namespace }}-{{ .Release.Name }}
+{{- end }}
+
+{{- /* Of engines and servers, which must agree on them: namespaces are derived from them. */ -}}
+{{- define "kvcore.secretEnv" -}}
+- name: KVCORE__NAMESPACE__SECRET
+  valueFrom: {secretKeyRef: {name: {{ .Values.secret }}, key: namespace-secret}}
+- name: KVCORE__TENANTS
+  valueFrom: {secretKeyRef: {name: {{ .Values.secret }}, key: tenants, optional: true}}
 {{- end }}
 
 {{- /* Of who has the tiers: its name among others, and where Mooncake reaches it. */ -}}
@@ -45,26 +84,35 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- if eq .Values.store.kind "mooncake" }}
 - name: KVCORE__TIERS__SHARED__OPTIONS__HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: MC_MIN_PRC_PORT, value: "15000"}
+- {name: MC_MAX_PRC_PORT, value: "17000"}
+{{- end }}
+{{- if include "kvcore.passwordKey" . }}
+- name: KVCORE__TIERS__SHARED__OPTIONS__PASSWORD_FILE
+  value: /etc/kvcore-store/password
 {{- end }}
 {{- end }}
 
-{{- define "kvcore.hasPassword" -}}
-{{- if and (eq .Values.store.kind "url") .Values.store.passwordKey }}true{{ end }}
+{{- /* The key of the secret that holds the store's password, or nothing. */ -}}
+{{- define "kvcore.passwordKey" -}}
+{{- if eq .Values.store.kind "valkey" }}valkey-password
+{{- else if eq .Values.store.kind "url" }}{{ .Values.store.passwordKey }}{{ end }}
 {{- end }}
 
 {{- /* Of who has the tiers: what to reach the store with. */ -}}
 {{- define "kvcore.passwordMount" -}}
-{{- if include "kvcore.hasPassword" . }}
+{{- if include "kvcore.passwordKey" . }}
 - {name: store-password, mountPath: /etc/kvcore-store, readOnly: true}
 {{- end }}
 {{- end }}
 
 {{- define "kvcore.passwordVolume" -}}
-{{- if include "kvcore.hasPassword" . }}
+{{- with include "kvcore.passwordKey" . }}
 - name: store-password
   secret:
-    secretName: {{ .Values.secret }}
-    items: [{key: {{ .Values.store.passwordKey }}, path: password}]
+    secretName: {{ $.Values.secret }}
+    defaultMode: 0440
+    items: [{key: {{ . }}, path: password}]
 {{- end }}
 {{- end }}
 
@@ -84,7 +132,7 @@ capacity = {{ .Values.host.capacity | quote }}
 {{- if .Values.disk.capacity }}
 
 [disk]
-path = "/var/cache/kvcore"
+path = "/var/cache/kvcore/blocks"
 capacity = {{ .Values.disk.capacity | quote }}
 {{- end }}
 {{- if ne .Values.store.kind "none" }}
@@ -101,9 +149,6 @@ lend = {{ .Values.store.mooncake.lend | quote }}
 url = "redis://{{ .Release.Name }}-valkey:6379/0"
 {{- else }}
 url = {{ .Values.store.url | quote }}
-{{- if include "kvcore.hasPassword" . }}
-password_file = "/etc/kvcore-store/password"
-{{- end }}
 {{- end }}
 {{- end }}
 
@@ -147,11 +192,12 @@ format = "json"
 {{- end }}
 {{- end }}
 
-{{- /* Mooncake's clients read each other's memory at ports that they choose themselves. */ -}}
-{{- define "kvcore.amongLenders" -}}
-- from:
-    - podSelector:
-        matchLabels: {{- include "kvcore.selector" . | nindent 10 }}
-    - podSelector:
-        matchLabels: {{- include "kvcore.selector" (dict "name" "mooncake-master" "root" .root) | nindent 10 }}
+{{- /* Who has the tiers: the server, or each engine. */ -}}
+{{- define "kvcore.owner" -}}
+{{- ternary "server" "engine" .Values.server.enabled -}}
+{{- end }}
+
+{{- define "kvcore.peer" -}}
+- podSelector:
+    matchLabels: {{- include "kvcore.selector" . | nindent 6 }}
 {{- end }}
