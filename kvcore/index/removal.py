@@ -69,6 +69,15 @@ class Removal:
             self._revoke(table)
         return dropped
 
+    def slots_in_flight(self, tier: str) -> list[int]:
+        """Return the slots of a tier to which removed blocks are still being written."""
+        return [
+            slot
+            for reservation in self._state.table(tier).open
+            if reservation.revoked and not reservation.filled
+            for slot in reservation.slots[reservation.live :].tolist()
+        ]
+
     def _below(self, table: TierTable, tops: list[int]) -> list[int]:
         """Return nodes and all their descendants in a tier, by pointer jumping.
 

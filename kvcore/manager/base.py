@@ -16,6 +16,7 @@ from kvcore.index import Event, Pin
 from kvcore.index.policy.admission import AdmissionFilter, Always
 from kvcore.index.slots import SlotRun
 from kvcore.tiers.remote.lookup import Finder, Promise
+from kvcore.tiers.spec import ClearRecord
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
 
 if TYPE_CHECKING:
@@ -99,8 +100,7 @@ class Backing:
         finder: asks a store that other hosts write to what it holds. The index only believes the
             answer: a block can be gone when it is read.
         node: the address at which other engines find what this one has written to the tier.
-        record_clear: writes down that a namespace (None: all) was cleared
-            (`kvcore.plugins.PreparedTier`).
+        clears: records clears durably (`kvcore.plugins.PreparedTier`).
         to_device: loads go past host memory (DISK2D) while the staging on the device has room.
             Blocks that are to be kept in host memory take ``read_path``.
     """
@@ -112,7 +112,7 @@ class Backing:
     admission: AdmissionFilter = field(default_factory=Always)
     finder: Finder | None = None
     node: str = ""
-    record_clear: Callable[[bytes | None], None] | None = None
+    clears: ClearRecord | None = None
     to_device: bool = False
 
     @property

@@ -21,9 +21,6 @@ __all__ = ["Invalidation"]
 
 _log = logging.getLogger("kvcore.manager")
 
-MAX_CLEARED = 16
-"""Cleared namespaces that are remembered for a tier; beyond that, all count as cleared."""
-
 
 class Invalidation:
     """Removes blocks from the index and from the media of the tiers.
@@ -39,10 +36,7 @@ class Invalidation:
         self._stores = tiers.lookups  # the tiers that other hosts write to
         self._metrics = metrics
         bindings = tiers.bindings.values()
-        self._recorders = {
-            tier.name: tier.record_clear for tier in bindings if tier.record_clear is not None
-        }
-        self._cleared: dict[str, dict[bytes | None, None]] = {}  # namespaces, by tier
+        self._records = {tier.name: tier.clears for tier in bindings if tier.clears is not None}
         self.not_taken: dict[str, list[int]] = {}
         """Slots of other engines' stores whose blocks did not fit into the index, by tier."""
 
@@ -55,22 +49,15 @@ class Invalidation:
                 self._stores[name].delete([block.key for block in blocks])
         for name in self._index.tiers:
             if name != HOST and name not in self._stores and tier in (None, name):
-                if name in self._recorders:
-                    self._record_clear(name, namespace)
+                if name in self._records:
+                    writing = self._index.removal.slots_in_flight(name)
+                    self._records[name].cleared(namespace, writing)
                 slots = [block.slot for block in gone.get(name, ())]
                 slots += self._index.admin.free_slots(name) + self.not_taken.pop(name, [])
                 self._transport.forget(name, slot_runs(slots))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
-
-    def _record_clear(self, tier: str, namespace: bytes | None) -> None:
-        cleared = self._cleared.setdefault(tier, {})
-        if namespace is None or len(cleared) == MAX_CLEARED:
-            cleared.clear()
-            namespace = None
-        cleared[namespace] = None
-        self._recorders[tier](namespace)
 
     def discard(self, tier: str, keys: Sequence[bytes]) -> int:
         """Remove the blocks of a chain from one tier, its last block first.
@@ -119,9 +106,8 @@ class Invalidation:
             if reservation.revoked:
                 self._stores[tier].delete(reservation.keys[live:])
         else:
-            for namespace in self._cleared.get(tier, ()):
-                # The blocks may have been written after the clear that was recorded.
-                self._recorders[tier](namespace)
+            if reservation.revoked and tier in self._records:
+                self._records[tier].landed(reservation.slots[live:].tolist())
             self._transport.forget(tier, slot_runs(reservation.slots[live:]))
 
     def count_evicted(self, tier: str, evicted: Sequence[Evicted]) -> None:

@@ -77,7 +77,7 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
         store.mounted.to_options(),
         release=store.close,
         foreign=True,
-        record_clear=store.tombstones.add,
+        clears=store.tombstones,
     )
 
 

@@ -142,7 +142,7 @@ def _backing(
         OnNthUse(common.admit_after) if selective else Always(),
         prepared.finder,
         prepared.node,
-        prepared.record_clear,
+        prepared.clears,
         isinstance(common, DiskConfig) and common.to_device == "on",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from kvcore.config.schema_cluster import ClusterConfig
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvcore.tiers.geometry import Geometry
     from kvcore.tiers.remote.lookup import Finder
 
-__all__ = ["PreparedTier", "TierContext", "TierPlugin"]
+__all__ = ["ClearRecord", "PreparedTier", "TierContext", "TierPlugin"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,27 @@ def _nothing() -> None:
     return None
 
 
+class ClearRecord(Protocol):
+    """Records clears of a tier durably, so that they hold after a restart.
+
+    The ranks also erase the blocks, but the erasing may fail, and an engine that is killed does not
+    get that far. No call blocks.
+    """
+
+    def cleared(self, namespace: bytes | None, writing: Sequence[int] = ()) -> None:
+        """Record that all blocks of a namespace (None: all) are void that were written until now.
+
+        Writes to the slots ``writing`` are still under way. What they leave there is void too,
+        whenever it lands. Call `landed` when they have ended.
+        """
+
+    def landed(self, slots: Sequence[int]) -> None:
+        """Record that writes of removed blocks to ``slots`` have ended.
+
+        What the slots hold now is void. What is written to them later is not.
+        """
+
+
 @dataclass(frozen=True)
 class PreparedTier:
     """What the leader knows of a tier before any rank has opened it.
@@ -82,9 +103,7 @@ class PreparedTier:
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
         node: the address at which others find this engine's blocks, if each engine keeps its own.
-        record_clear: records durably that the blocks of a namespace (None: of all) are cleared,
-            and returns at once. It is for a tier that outlives the engine. The ranks also erase
-            the blocks, but an engine that is killed does not get that far.
+        clears: records clears durably. It is for a tier that outlives the engine.
     """
 
     num_slots: int
@@ -94,7 +113,7 @@ class PreparedTier:
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
-    record_clear: Callable[[bytes | None], None] | None = None
+    clears: ClearRecord | None = None
 
 
 @dataclass(frozen=True)

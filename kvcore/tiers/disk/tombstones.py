@@ -1,11 +1,15 @@
 """Tombstones: the clears that must still hold when a store is next opened.
 
-    <store>/cleared     {"<namespace>": stamp, "": stamp}     records up to a stamp are void
+    <store>/cleared     {"<namespace>": stamp, "": stamp,     records up to a stamp are void
+                         "slots": [[start, stop, stamp]]}     so are those in these slots
 
 A clear makes the ranks erase records. The erasing may fail, or never happen: an engine that is
 killed does not take the step that carries the order. The clear is therefore also recorded in the
 store, and carried out before the store is next scanned. "" stands for all namespaces. A version of
 kvcore that does not know this file does not use the store.
+
+A write that is under way lands after the clear's stamp. Its slots are therefore recorded one by
+one, with no limit until it has ended: what others wrote since the clear stays.
 """
 
 from __future__ import annotations
@@ -15,9 +19,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +39,9 @@ _log = logging.getLogger("kvcore.tiers.disk")
 
 FILE = "cleared"
 EVERY = ""
-MAX_NAMESPACES = 16
-"""The most namespaces in one file. With more, the file says that all are cleared."""
+SLOTS = "slots"
+MAX_ENTRIES = 1 << 14
+"""The most namespaces, and the most slots, in one file. With more, it says that all are cleared."""
 _NEVER = (1 << 63) - 1
 
 
@@ -90,23 +95,40 @@ class Tombstones:
         self._newest = newest
         self.stamps = Stamps(newest)
         self._cleared: dict[str, int] = {}
+        self._slots: dict[int, int] = {}  # slots of the first folder: stamps
         self._lock = threading.Lock()
         self._written = True
         self._thread: threading.Thread | None = None  # only while there is something to write
 
-    def add(self, namespace: bytes | None) -> None:
-        """Record that all blocks of a namespace (None: of all) written until now are cleared."""
-        stamp = max(next(self.stamps), time.time_ns(), self._newest)
+    def cleared(self, namespace: bytes | None, writing: Iterable[int] = ()) -> None:
+        """Record a clear, as `kvcore.tiers.spec.ClearRecord` says."""
+        stamp = self._now()
         with self._lock:
             self._cleared[EVERY if namespace is None else namespace.hex()] = stamp
-            if namespace is None or len(self._cleared) > MAX_NAMESPACES:
+            if namespace is None:
                 self._cleared = {EVERY: stamp}
-            self._written = False
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="kvcore-tombstones", daemon=True
-                )
-                self._thread.start()
+            self._slots.update(dict.fromkeys(writing, _NEVER))
+            self._note(stamp)
+
+    def landed(self, slots: Iterable[int]) -> None:
+        """Record that writes of removed blocks to ``slots`` have ended."""
+        stamp = self._now()
+        with self._lock:
+            self._slots.update(dict.fromkeys(slots, stamp))
+            self._note(stamp)
+
+    def _now(self) -> int:
+        return max(next(self.stamps), time.time_ns(), self._newest)
+
+    def _note(self, stamp: int) -> None:
+        """Have the thread write the file. The caller holds the lock."""
+        if max(len(self._cleared), len(self._slots)) > MAX_ENTRIES:
+            writing = {slot: limit for slot, limit in self._slots.items() if limit == _NEVER}
+            self._cleared, self._slots = {EVERY: stamp}, writing
+        self._written = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvcore-tombstones", daemon=True)
+            self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait up to ``timeout`` seconds until everything is recorded. Idempotent."""
@@ -120,10 +142,12 @@ class Tombstones:
                     self._thread = None
                     return
                 cleared, self._written = dict(self._cleared), True
+                slots = _by_stamp(self._slots)
             for folder in self._folders:
+                own = folder == self._folders[0]
                 try:
-                    _write(folder, cleared)
-                except OSError as error:  # noqa: PERF203 - the others are written all the same
+                    _write(folder, cleared, slots if own else [])
+                except OSError as error:
                     _log.error(
                         "a clear could not be recorded in %s, and a restart may undo it: %s",
                         folder,
@@ -131,14 +155,30 @@ class Tombstones:
                     )
 
 
-def _write(folder: Path, cleared: Mapping[str, int]) -> None:
+def _by_stamp(slots: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Return slots and their stamps as [start, stop) and stamp."""
+    of_stamp: dict[int, list[int]] = {}
+    for slot, stamp in slots.items():
+        of_stamp.setdefault(stamp, []).append(slot)
+    return [(*run, stamp) for stamp, some in of_stamp.items() for run in slot_runs(some)]
+
+
+def _write(folder: Path, cleared: Mapping[str, int], slots: Sequence[tuple[int, int, int]]) -> None:
     """Write the file, and flush its entry in the folder too: it must survive a loss of power."""
+    content = {**cleared, SLOTS: slots} if slots else cleared
     within = open_folder(folder, adopt=True)
     try:
-        write_whole(within, FILE, json.dumps(cleared).encode())
+        write_whole(within, FILE, json.dumps(content).encode())
         os.fsync(within)
     finally:
         os.close(within)
+
+
+class _Clears(NamedTuple):
+    """The content of a file: stamps of namespaces, and runs of slots as (start, stop, stamp)."""
+
+    cleared: Mapping[str, int]
+    runs: Sequence[tuple[int, int, int]]
 
 
 def erase_cleared(folder: Path, geometry: Geometry) -> None:
@@ -151,7 +191,7 @@ def erase_cleared(folder: Path, geometry: Geometry) -> None:
         if cleared is None:
             return
         for shard in range(len(geometry.heads)):
-            _erase(shard_files(folder, shard)[1], cleared)
+            _erase(shard_files(folder, shard)[1], *cleared)
         within = open_folder(folder, adopt=True)
         try:
             os.unlink(FILE, dir_fd=within)
@@ -164,7 +204,7 @@ def erase_cleared(folder: Path, geometry: Geometry) -> None:
         ) from error
 
 
-def _read(folder: Path) -> Mapping[str, int] | None:
+def _read(folder: Path) -> _Clears | None:
     """Return the recorded clears, None if there are none. A damaged file clears everything."""
     try:
         with open(open_file(folder / FILE, os.O_RDONLY, adopt=True), "rb") as file:
@@ -173,14 +213,15 @@ def _read(folder: Path) -> Mapping[str, int] | None:
         return None
     try:
         cleared = json.loads(text)
+        runs = [(int(a), int(b), int(stamp)) for a, b, stamp in cleared.pop(SLOTS, ())]
         assert all(name == EVERY or len(bytes.fromhex(name)) == KEY_BYTES for name in cleared)
-        return {name: int(stamp) for name, stamp in cleared.items()}
+        return _Clears({name: int(stamp) for name, stamp in cleared.items()}, runs)
     except (ValueError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         _log.warning("%s cannot be read, all of the store is cleared: %s", folder / FILE, error)
-        return {EVERY: _NEVER}
+        return _Clears({EVERY: _NEVER}, [])
 
 
-def _erase(path: Path, cleared: Mapping[str, int]) -> None:
+def _erase(path: Path, cleared: Mapping[str, int], runs: Sequence[tuple[int, int, int]]) -> None:
     """Erase the records of an index file that the clears cover."""
     if not path.exists():
         return
@@ -190,6 +231,9 @@ def _erase(path: Path, cleared: Mapping[str, int]) -> None:
         if name != EVERY:
             of_it = table.rows["namespace"] == np.void(bytes.fromhex(name))
             void |= of_it & (table.rows["stamp"] <= stamp)
+    for start, stop, stamp in runs:
+        inside = (table.slots >= start) & (table.slots < stop)
+        void |= inside & (table.rows["stamp"] <= stamp)
     slots = table.slots[void].tolist()
     if not slots:
         return

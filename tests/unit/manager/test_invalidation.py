@@ -9,7 +9,7 @@ import pytest
 
 from kvcore._util.circuit_breaker import TierBreakers
 from kvcore.index import BlockIndex, Reservation, TierSpec
-from kvcore.manager import HOST
+from kvcore.manager import HOST, Backing
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics
@@ -87,6 +87,48 @@ def test_a_clear_after_all_of_it_was_given_up_reaches_what_is_still_written(
     writing.invalidation.clear(NAMESPACE)  # the index knows of none of its blocks
     writing.end(writing.second)
     assert writing.lookup.deleted == KEYS[2:]
+
+
+class Record:
+    """The clears of a disk, as they are written down."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def cleared(self, namespace: bytes | None, writing: Sequence[int] = ()) -> None:
+        self.told.append((namespace, *sorted(writing)))
+
+    def landed(self, slots: Sequence[int]) -> None:
+        self.told.append(("landed", *sorted(slots)))
+
+
+@pytest.fixture
+def record(writing: Writing) -> Record:
+    record = Record()
+    tiers = LowerTiers({"far": Backing("far", clears=record)}, TierBreakers([]), cast(Any, {}))
+    writing.invalidation = Invalidation(writing.index, Media(), tiers, Metrics())
+    return record
+
+
+def test_a_write_that_fails_after_a_clear_is_not_a_clear(writing: Writing, record: Record) -> None:
+    writing.end(writing.first)
+    writing.end(writing.second)
+    writing.invalidation.clear(NAMESPACE)
+    third = writing.index.lifecycle.reserve("far", KEYS, 0, 2, NAMESPACE)
+    fourth = writing.index.lifecycle.reserve("far", KEYS, 2, 4, NAMESPACE)
+    writing.end(third, failed_from=1)
+    writing.end(fourth)
+    assert record.told == [(NAMESPACE,)], "what was stored since the clear is worth keeping"
+
+
+def test_a_clear_names_the_slots_that_are_still_written(writing: Writing, record: Record) -> None:
+    writing.end(writing.first)
+    slots = writing.second.slots.tolist()
+    writing.invalidation.clear(NAMESPACE)
+    assert record.told == [(NAMESPACE, *slots)]
+    writing.invalidation.clear()
+    writing.end(writing.second)
+    assert record.told[1:] == [(None, *slots), ("landed", *slots)]
 
 
 CLEARED = "kvcore_cleared_blocks_total"

@@ -61,7 +61,7 @@ def test_what_was_cleared_is_not_found_though_nobody_erased_it(tmp_path: Path) -
     """Blocks that were written after the clear are found."""
     run = Run(tmp_path)
     run.write([1, 2])
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.write([3])
     run.end()
     run = Run(tmp_path)
@@ -74,17 +74,65 @@ def test_what_was_cleared_is_not_found_though_nobody_erased_it(tmp_path: Path) -
     again.end()
 
 
-def test_one_namespace_is_cleared_and_the_others_stay(tmp_path: Path) -> None:
+def test_one_namespace_is_cleared_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path)
     run.write([1], ANN)
     run.write([2], BOB)
-    run.store.tombstones.add(BOB)
+    run.store.tombstones.cleared(BOB)
     run.write([3], BOB)
     run.end()
     run = Run(tmp_path)
     assert run.found == {1, 3}
+    monkeypatch.setattr("kvcore.tiers.disk.tombstones.MAX_ENTRIES", 16)
     for number in range(40):  # more than the file distinguishes
-        run.store.tombstones.add(number.to_bytes(KEY_BYTES, "little"))
+        run.store.tombstones.cleared(number.to_bytes(KEY_BYTES, "little"))
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == set()
+    run.end()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_write_that_lands_after_the_clear_is_void_and_nothing_beside_it(
+    tmp_path: Path, ended: bool
+) -> None:
+    """Also if the engine is killed before it learns that the write has ended."""
+    run = Run(tmp_path)
+    run.write([1])
+    run.store.tombstones.cleared(ANN, [2, 3])
+    run.write([2, 3, 4])
+    if ended:
+        run.store.tombstones.landed([2, 3])
+        run.write([3])  # the slot is free again, and has another block
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == ({3, 4} if ended else {4})
+    run.end()
+
+
+def test_slots_are_those_of_the_own_store(tmp_path: Path) -> None:
+    """A store of another size that is only read has slots of the same numbers."""
+    run = Run(tmp_path, TWO)
+    run.write([1, 2])
+    run.end()
+    run = Run(tmp_path, ONE)
+    run.write([3])
+    run.store.tombstones.cleared(BOB, [1, 2, 3])
+    run.end()
+    run = Run(tmp_path, ONE)
+    assert run.found == {1, 2}
+    run.end()
+
+
+def test_more_slots_than_the_file_tells_apart_clear_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.write([1])
+    monkeypatch.setattr("kvcore.tiers.disk.tombstones.MAX_ENTRIES", 4)
+    run.store.tombstones.landed([2, 3, 4, 5, 6])
     run.end()
     run = Run(tmp_path)
     assert run.found == set()
@@ -97,7 +145,7 @@ def test_stores_of_other_sizes_that_were_read_owe_it_too(tmp_path: Path) -> None
     run.end()
     run = Run(tmp_path, ONE)
     assert run.found == {1, 2}
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.end()
     for geometry in (TWO, ONE):
         run = Run(tmp_path, geometry)
@@ -115,7 +163,7 @@ def test_a_clock_that_was_ahead_takes_nothing_back(
     run.end()
     run = Run(tmp_path)
     assert run.found == {1}
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.end()
     run = Run(tmp_path)
     assert run.found == set()
@@ -133,7 +181,7 @@ def test_ranks_that_start_when_the_clock_is_ahead_take_nothing_back(
         patch.setattr("time.time_ns", lambda: right() + 3600 * 10**9)
         run = Run(tmp_path)
     run.write([1])
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.write([2])
     run.end()
     run = Run(tmp_path)
@@ -152,7 +200,7 @@ def test_a_clock_that_was_set_back_between_two_lives_loses_nothing(
         run.write([1])
         run.end()
     run = Run(tmp_path)
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.write([2])
     run.end()
     run = Run(tmp_path)
@@ -167,7 +215,8 @@ def test_ranks_of_another_machine_have_its_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    "damaged", [b"", b"[]", b"{", b'{"x": 1}', b'{"": null}', b'{"abcd": 1}', b"\xff"]
+    "damaged",
+    [b"", b"[]", b"{", b'{"x": 1}', b'{"": null}', b'{"abcd": 1}', b"\xff", b'{"slots": [[1]]}'],
 )
 def test_a_damaged_note_clears_everything(
     tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
@@ -187,7 +236,7 @@ def test_a_store_that_cannot_be_cleared_is_not_read(
 ) -> None:
     run = Run(tmp_path)
     run.write([1])
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.end()
 
     def fails(*_: Any) -> None:
@@ -207,7 +256,7 @@ def test_that_it_could_not_be_written_down_is_said(
 ) -> None:
     run = Run(tmp_path)
     (run.store.folder / "cleared.new").mkdir()
-    run.store.tombstones.add(None)
+    run.store.tombstones.cleared(None)
     run.end()
     assert "a restart may undo it" in caplog.text
     (run.store.folder / "cleared.new").rmdir()
