@@ -22,9 +22,10 @@ from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
 from kvcore.control.messages import ControlReply, ControlRequest, Refused, WrongProtocol, frames
+from kvcore.control.operations import record_refusal
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.events.open import check_events
-from kvcore.server.errors import refusal_kind
+from kvcore.server.errors import AmbiguousModel, refusal_kind
 from kvcore.server.exporter import show
 from kvcore.server.messages import (
     Bye,
@@ -387,5 +388,9 @@ class Server:
             else:
                 self._send(client, ControlReply(request.ref, result))
 
-        control = self.models.select(request.model).control
+        try:
+            control = self.models.select(request.model).control
+        except AmbiguousModel as error:
+            record_refusal(self._audit, request.order, self._who(), error)
+            raise
         control.begin(request.order, self._who(), reply)
