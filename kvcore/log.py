@@ -8,6 +8,9 @@
 
 Each decision is one line at level debug. Fields are numbers, names and keys, never the text of a
 prompt.
+
+A message may repeat what a client sent. In text, too, control characters in it are escaped, so that
+no client can write a line of its own. The lines of a traceback are indented.
 """
 
 from __future__ import annotations
@@ -105,8 +108,10 @@ def configure(
     """
     root = logging.getLogger(ROOT)
     root.setLevel(level.upper())
-    for handler in [h for h in root.handlers if isinstance(h, _Handler)]:
+    for handler in [h for h in root.handlers if isinstance(h, (_Escape, _Handler))]:
         root.removeHandler(handler)
+    if format == "text":
+        root.addHandler(_Escape())
     if own := format == "json" or not logging.getLogger().handlers:
         root.addHandler(_Handler(_JsonFormatter() if format == "json" else _TextFormatter()))
     root.propagate = not own
@@ -118,6 +123,22 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in s
     def __init__(self, formatter: logging.Formatter) -> None:
         super().__init__(sys.stderr)
         self.setFormatter(formatter)
+
+
+class _Escape(logging.Handler):
+    """Escapes the text of records. It runs before the handlers of other loggers see them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except Exception:  # noqa: BLE001 - a message that does not fit its arguments
+            self.handleError(record)
+            return
+        if not text.isprintable():
+            record.msg, record.args = _printable(text), None
+        if record.exc_info and record.exc_info[0] is not None:
+            text = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = "\n".join(f"  {_printable(line)}" for line in text.splitlines())
 
 
 class _TextFormatter(logging.Formatter):
@@ -147,6 +168,11 @@ def _plain(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     return value.hex() if isinstance(value, bytes) else mask_passwords(str(value))
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` on one line, with characters that cannot be printed as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _text(value: object) -> str:

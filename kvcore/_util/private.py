@@ -154,6 +154,8 @@ def _opened(path: _Path, flags: int, within: int | None) -> int:
     try:
         return os.open(path, flags | os.O_CLOEXEC, FILE_MODE, dir_fd=within)
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise NotPrivateError(path, "it is not a regular file: remove it") from error
         link = error.errno == errno.ELOOP
         if error.errno == errno.ENOTDIR and flags & os.O_DIRECTORY:
             link = stat.S_ISLNK(os.stat(path, dir_fd=within, follow_symlinks=False).st_mode)

@@ -122,7 +122,7 @@ Command = (
 )
 
 CHANGES = (PinBlocks, UnpinBlocks, MoveBlocks, PrefetchBlocks, ClearBlocks, SetQuota)
-"""Commands that change something; each leaves a line in the audit log."""
+"""Commands that change something; each leaves lines in the audit log."""
 
 
 def command_name(order: Command) -> str:

@@ -25,7 +25,7 @@ from kvcore.control.messages import (
     frames,
 )
 from kvcore.control.operations import Control
-from kvcore.errors import ConfigError, FormatError, KVCoreError
+from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError
 
 __all__ = ["Endpoint"]
 
@@ -80,7 +80,11 @@ class Endpoint:
             self._replies.append((client, reply))
 
         if not self._fingerprint.startswith(asked.model):
-            tell(ConfigError(f"this engine's model is {self._fingerprint.hex()}: name it, or none"))
+            other = ConfigError(
+                f"this engine's model is {self._fingerprint.hex()}: name it, or none"
+            )
+            self._control.record_refusal(asked.order, who, other)
+            tell(other)
         else:
             self._control.begin(asked.order, who, tell)
 
@@ -115,8 +119,9 @@ class Endpoint:
             self._replies.append((client, Refused(0, "malformed", str(error)[:1000])))
             return
         if len(self._orders) >= WAITING:
-            why = f"{WAITING} orders wait already: ask again"
-            self._replies.append((client, Refused(asked.ref, "busy", why)))
+            why = CapacityError(f"{WAITING} orders wait already: ask again")
+            self._control.record_refusal(asked.order, identity(parts[-1]), why)
+            self._replies.append((client, Refused(asked.ref, "busy", str(why))))
         else:
             self._orders.append((client, asked, identity(parts[-1])))
 

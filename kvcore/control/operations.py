@@ -3,7 +3,8 @@
     begin ──▶ at once: list, pin, unpin, clear, quotas ──────────────▶ reply
           └─▶ a job: move, prefetch ──step, step, ... ──finished─────▶ reply
 
-Every command that changes something is counted and leaves a line in the audit log.
+Every command that changes something is counted, and leaves lines in the audit log: one before it is
+carried out, one after.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics
 
-__all__ = ["Control", "ReplyTo"]
+__all__ = ["Control", "ReplyTo", "record_refusal"]
 
 ReplyTo = Callable[["dict[str, Any] | KVCoreError"], object]
 """Takes the result of a command as plain data, or the error because of which it was refused."""
 
+MAX_REASON = 200
+"""Characters of a refusal's reason in the audit log."""
 SWEEP_S = 1.0
 """Seconds between two looks for pins on dropped blocks."""
 
@@ -86,10 +89,13 @@ class Control:
     def begin(self, command: Command, who: str, reply: ReplyTo) -> None:
         """Carry a command out for ``who``, or begin to.
 
-        ``reply`` is called exactly once, with the result or the error; nothing is raised. Commands
-        that look at every block take O(index).
+        A command that changes something is refused if the audit log cannot be written. ``reply`` is
+        called exactly once, with the result or the error; nothing is raised. Commands that look at
+        every block take O(index).
         """
         try:
+            if isinstance(command, CHANGES):
+                self._audit.begin(who, command_name(command), **_subject(command))
             if isinstance(command, (MoveBlocks, PrefetchBlocks)):
                 self._begin_job(command, who, reply)
             else:
@@ -97,7 +103,12 @@ class Control:
                 self._finish(command, who, reply, result)
         except KVCoreError as error:
             self._count(command, "refused")
+            self.record_refusal(command, who, error)
             reply(error)
+
+    def record_refusal(self, command: Command, who: str, why: Exception) -> None:
+        """Write to the audit log that a command was not carried out. Any thread may call it."""
+        record_refusal(self._audit, command, who, why)
 
     @property
     def busy(self) -> bool:
@@ -182,7 +193,7 @@ class Control:
             self._finish(command, who, reply, self._queries.size(job.moved) | counts)
 
         def on_abandon(job: Job) -> None:
-            self._audit.write(who, command_name(command), ended=False, blocks=job.moved)
+            self._audit.end(who, command_name(command), "abandoned", blocks=job.moved)
             reply(UnsupportedError("the process ends; a part of it was done"))
 
         self._jobs.begin(command, on_end, on_abandon)
@@ -193,12 +204,19 @@ class Control:
         self._count(command, "done")
         if isinstance(command, CHANGES):
             counts = {name: value for name, value in result.items() if isinstance(value, int)}
-            self._audit.write(who, command_name(command), **_subject(command), **counts)
+            self._audit.end(who, command_name(command), "done", **_subject(command), **counts)
         reply(result)
 
     def _count(self, command: Command, outcome: str) -> None:
         if isinstance(command, CHANGES):
             self._metrics.ordered(command_name(command), outcome)
+
+
+def record_refusal(audit: AuditLog, command: Command, who: str, why: Exception) -> None:
+    """Write to the audit log that a command was not carried out, if it would change something."""
+    if isinstance(command, CHANGES):
+        reason = str(why)[:MAX_REASON]
+        audit.end(who, command_name(command), "refused", **_subject(command), why=reason)
 
 
 def _subject(command: Command) -> dict[str, Any]:

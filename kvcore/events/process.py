@@ -44,6 +44,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvcore._util.module_command import module_command
 from kvcore.events.feed import CountBlocks, Feed, Lost, Queued
 from kvcore.events.frames import Buffer, Opening, Report, framed, pack
 from kvcore.events.plan import PublisherPlan
@@ -205,7 +206,7 @@ class _Child:
         try:
             self._socket.setblocking(False)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvcore.events.publisher_process"],
+                module_command("kvcore.events.publisher_process"),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=_environment(),
@@ -310,6 +311,7 @@ def _environment() -> dict[str, str]:
     """
     from kvcore.config import engine_environment  # which the process itself has no use for
 
-    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
-    where = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-    return engine_environment({**where, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
+    path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path if folder)
+    return engine_environment(
+        {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    )

@@ -3,8 +3,9 @@
     <explain.path>/requests-<process>.jsonl        one line for each request, as they ended
                    requests-<process>.jsonl.old    the lines before those
 
-The folder has mode 0700 and the files 0600, because a record shows that a text was seen under
-another salt. All files together stay below the capacity, including those of engines that are gone.
+The folder is made with mode 0700 and the files have 0600, because a record shows that a text was
+seen under another salt. Symbolic links are not followed. All files together stay below the
+capacity, including those of engines that are gone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from kvcore._util.private import make_guarded, open_file
 
 __all__ = ["RecordFile", "read_records"]
 
@@ -36,7 +39,7 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(make_guarded(folder))
         self.dropped = 0
         self._half = capacity // 4  # two files of this process, and as much for the others'
         self.path = folder / f"requests-{os.getpid()}.jsonl"
@@ -85,17 +88,17 @@ class RecordFile:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, adopt=True)
 
 
 def _prune(folder: Path, most: int) -> None:
     """Remove the oldest files until the rest has at most ``most`` bytes."""
-    files = sorted(folder.glob(_PATTERN), key=lambda file: file.stat().st_mtime)
-    total = sum(file.stat().st_size for file in files)
+    files = sorted(folder.glob(_PATTERN), key=lambda file: file.lstat().st_mtime)
+    total = sum(file.lstat().st_size for file in files)
     for file in files:
         if total <= most:
             return
-        total -= file.stat().st_size
+        total -= file.lstat().st_size
         file.unlink()
 
 

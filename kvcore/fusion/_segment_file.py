@@ -28,7 +28,8 @@ that an earlier record contains are ignored.
 A record is dead when all its blocks are forgotten. When more than half of the file is dead, or when
 a namespace is cleared, the live records are copied to ``<name>.new``, which then replaces the file.
 
-The file contains the users' text, so its mode is 0600. The writer holds a lock (flock) on it; other
+The file contains the users' text, so its mode is 0600, and it is not opened through a symbolic link
+or as another user's. The writer holds a lock (flock) on it; other
 processes may read it. It is synced to the medium when it is compacted and when it is closed. After
 a power cut the checksums show which records are whole.
 """
@@ -49,6 +50,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvcore._util.private import open_file
 from kvcore.errors import FormatError
 from kvcore.fusion._chains import ChainPiece
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
@@ -67,7 +69,6 @@ FILE_HEADER_NBYTES = _FILE.size + _SEAL.size
 RECORD_HEADER_NBYTES = _RECORD.size + _SEAL.size
 _QUEUE_NBYTES = 16 << 20
 _COMPACT_NBYTES = 1 << 20  # a smaller file is not worth compacting
-_MODE = 0o600
 
 
 class SegmentRecord(NamedTuple):
@@ -179,7 +180,7 @@ def verify(path: Path, *, repair: bool = False) -> SegmentCounts | None:
     With ``repair`` only the whole records are kept; otherwise the file is not changed. Raises
     FormatError if it is not a file of segments, and OSError if it cannot be read.
     """
-    with path.open("rb") as file:
+    with open(open_file(path, os.O_RDONLY, adopt=True), "rb") as file:
         header = file.read(FILE_HEADER_NBYTES)
     block_tokens = _FILE.unpack_from(header)[2] if len(header) == FILE_HEADER_NBYTES else 0
     if header != _file_header(block_tokens):
@@ -384,10 +385,9 @@ class SegmentFile:
             self._failed("erased", error)
 
     def _copy_to(self, draft: Path) -> tuple[int, dict[int, _Span]]:
-        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
+        file = open_file(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC, adopt=True)
         spans = {}
         try:
-            os.fchmod(file, _MODE)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(file, _file_header(self._block_tokens), 0)
             end = FILE_HEADER_NBYTES
@@ -411,11 +411,10 @@ class SegmentFile:
 def _open(path: Path) -> tuple[int, bool]:
     """Return the open file, and whether this process holds its lock."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+        file = open_file(path, os.O_RDWR | os.O_CREAT, adopt=True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                os.fchmod(file, _MODE)
+            if os.path.samestat(os.fstat(file), os.lstat(path)):
                 return file, True
         except BlockingIOError:
             return file, False

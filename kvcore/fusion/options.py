@@ -7,13 +7,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import reprlib
+from typing import Annotated, Any
 
 import msgspec
 
 from kvcore.errors import ConfigError
 
-__all__ = ["FusionOptions", "fusion_options"]
+__all__ = ["FusionOptions", "fusion_options", "shortened"]
+
+MAX_SHOWN = 200
+"""Characters of a request that an error repeats: a request may be megabytes of text."""
+
+
+def shortened(given: object) -> str:
+    """Return what a request gave, for an error: on one line, and cut at `MAX_SHOWN` characters."""
+    shown = reprlib.Repr()
+    shown.maxstring = shown.maxother = MAX_SHOWN
+    return shown.repr(given)[:MAX_SHOWN]
+
+
+Offset = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]  # an error repeats it
 
 
 class FusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,7 +40,7 @@ class FusionOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = True
     ratio: float | None = None
-    chunks: tuple[tuple[int, int], ...] | None = None
+    chunks: tuple[tuple[Offset, Offset], ...] | None = None
 
     def check(self, tokens: int) -> None:
         """Raise ConfigError unless the options fit a prompt of ``tokens`` tokens."""
@@ -52,8 +66,9 @@ def fusion_options(given: Any, tokens: int) -> FusionOptions:
     try:
         options = msgspec.convert(given["fusion"], FusionOptions)
     except msgspec.ValidationError as error:
+        shown, why = shortened(given["fusion"]), str(error)[:MAX_SHOWN]
         raise ConfigError(
-            f"fusion options {given['fusion']!r}: {error}; supported are enabled, ratio and chunks"
+            f"fusion options {shown}: {why}; supported are enabled, ratio and chunks"
         ) from error
     options.check(tokens)
     return options

@@ -32,9 +32,10 @@ from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.audit import AuditLog, identity
 from kvcore.control.messages import ControlReply, ControlRequest, Refused, WrongProtocol, frames
+from kvcore.control.operations import record_refusal
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.events.open import check_events
-from kvcore.server.errors import refusal_kind
+from kvcore.server.errors import AmbiguousModel, refusal_kind
 from kvcore.server.exporter import show
 from kvcore.server.messages import (
     Bye,
@@ -403,13 +404,21 @@ class Server:
             else:
                 self._send(client, ControlReply(request.ref, result))
 
+        try:
+            self._check_administrator()
+            control = self.models.select(request.model).control
+        except (AmbiguousModel, ConfigError) as error:
+            record_refusal(self._audit, request.order, self._who(), error)
+            raise
+        control.begin(request.order, self._who(), reply)
+
+    def _check_administrator(self) -> None:
+        """Raise ConfigError if the client may not send commands. Without CURVE any client may."""
         if self._admins is not None and curve_key(self._frame) not in self._admins:
             raise ConfigError(
                 "the keys of this client may not send commands: name it in server.admins of the "
                 "server's settings"
             )
-        control = self.models.select(request.model).control
-        control.begin(request.order, self._who(), reply)
 
 
 def _admins(names: list[str], folder: Path) -> frozenset[str]:

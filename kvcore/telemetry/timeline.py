@@ -2,7 +2,8 @@
 
 Each process writes one file: a JSON array of complete events, one per line. The file can be read
 while it grows, because the viewers do not need the closing bracket. Times are microseconds of the
-machine's monotonic clock, so that the files of several processes on one machine line up.
+machine's monotonic clock, so that the files of several processes on one machine line up. A file has
+mode 0600 and is never opened through a symbolic link.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from kvcore._util.private import make_guarded, open_file
 
 __all__ = ["FileTracer", "Tracer", "read_trace"]
 
@@ -43,12 +46,13 @@ class FileTracer(Tracer):
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        os.close(make_guarded(folder))
         self.path = folder / f"{name}-{os.getpid()}.json"
         self._lock = threading.Lock()
         self._tracks: dict[str, int] = {}
         self._left = MAX_BYTES
-        self._file = self.path.open("w", encoding="utf-8")
+        file = open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, adopt=True)
+        self._file = open(file, "w", encoding="utf-8")  # noqa: SIM115 - open until `close`
         self._file.write("[\n")
         self._put({"ph": "M", "name": "process_name", "pid": os.getpid(), "args": {"name": name}})
 

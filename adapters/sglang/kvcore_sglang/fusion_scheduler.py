@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, read_options
 from kvcore.errors import ConfigError
-from kvcore.fusion.options import FusionOptions, fusion_options
+from kvcore.fusion.options import FusionOptions, fusion_options, shortened
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import ForwardPart
 
@@ -63,7 +63,7 @@ def options_of(asking: Asking) -> FusionOptions:
             given = msgspec.json.decode(given)
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"custom_params.kvcore is {given!r}, which is not JSON: {error}"
+                f"custom_params.kvcore is {shortened(given)}, which is not JSON: {error}"
             ) from error
     return fusion_options(given, len(asking.tokens))
 

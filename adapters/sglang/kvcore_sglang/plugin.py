@@ -7,11 +7,11 @@ sglang.srt.plugins   register()       registers kvcore's hooks in each of SGLang
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from kvcore._util.module_command import module_command
 from kvcore.errors import ConfigError
 from kvcore.log import get_logger
 from kvcore.plugins.engine import (
@@ -132,7 +132,7 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
         )
     settings = json.dumps(linker_config(config))
     flags = [f"--enable{FLAG[1:]}", f"{FLAG}-backend", "dynamic", f"{FLAG}-config", settings]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+    command = [*module_command("sglang.launch_server"), "--model-path", model]
     return ServeCommand([*command, *flags, *engine_args], serve_environment(config))
 
 

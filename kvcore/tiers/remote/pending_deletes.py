@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvcore._util.private import guarded_folder, open_file
 from kvcore.model.keys import KEY_BYTES
 
 __all__ = ["PendingDeletes"]
@@ -105,7 +106,7 @@ class PendingDeletes:
         """Lock the files that ended leaders have left."""
         for path in sorted(folder.glob(f"{self._stem}*")):
             try:
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = open_file(path, os.O_RDWR)
             except OSError as error:
                 _log.error("the pending deletes in %s cannot be read: %s", path, error)
                 continue
@@ -119,9 +120,9 @@ class PendingDeletes:
         """Remove the files of other stores that have been unused for too long."""
         for path in folder.glob(f"{_ANY}*"):
             try:
-                if path.name.startswith(self._stem) or time.time() - path.stat().st_mtime < KEPT_S:
+                if path.name.startswith(self._stem) or time.time() - path.lstat().st_mtime < KEPT_S:
                     continue
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = open_file(path, os.O_RDWR)
                 try:
                     if _locked(file):
                         path.unlink()
@@ -137,11 +138,10 @@ class PendingDeletes:
         for folder in self._folders:
             try:
                 folder.mkdir(mode=0o700, exist_ok=True)
-                if folder.stat().st_uid != os.getuid():
-                    raise PermissionError(f"{folder} belongs to another user")
+                os.close(guarded_folder(folder, shared=True))
                 path = folder / f"{self._stem}{secrets.token_hex(8)}"
                 draft = folder / f"draft-{path.name}"
-                file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                file = open_file(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 _locked(file)  # before it has the name by which others take it over
                 draft.rename(path)
             except OSError as error:  # noqa: PERF203 - the next folder may work

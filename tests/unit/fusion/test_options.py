@@ -23,6 +23,22 @@ def test_what_is_said_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "x" * 1_000_000,
+        {"x" * 1_000_000: 1},
+        {"enabled": ["x" * 1_000_000] * 9},
+        {"chunks": [[0, 10**4000]]},
+        [[["x" * 999] * 999] * 999],
+    ],
+)
+def test_an_error_repeats_little_of_what_was_given(said: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        fusion_options({"fusion": said}, 10)
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
     ("said", "words"),
     [
         ({"ratio": 1.01}, "ratio is 1.01"),
