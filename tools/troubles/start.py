@@ -33,6 +33,12 @@ START = [
         "Do what the line says, or nothing if the KV need not outlive the engine.",
     ),
     Trouble(
+        "requests are answered without kvcore: %s",
+        "kvcore cannot tell the KV of these requests from other KV, for the reason in the line. "
+        "Each reason is repeated every ten minutes at most.",
+        "Do what the line says. The answers are right.",
+    ),
+    Trouble(
         "the tier %s is off: %s",
         "A tier cannot be used. The other tiers work.",
         "Do what the message says, and restart the engine.",
