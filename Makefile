@@ -96,6 +96,7 @@ bench: env
 docs: env
 	$(VENV)/bin/kvcore config --docs > docs/configuration.md
 	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
+	$(RUN) -m tools.identity > docs/identity.md
 	$(RUN) -m tools.compat --page
 
 docs-site: env

@@ -107,6 +107,12 @@ class SchedulerCore(ABC, Generic[F]):
         self.metrics = parts.metrics
         self.recorder = parts.recorder
         self.namespaces = Namespaces(config.namespace, model.fingerprint)
+        if model.alone:
+            self.namespaces.renew()
+            _log.warning(
+                "KV of this engine is not shared, and not found after a restart: %s",
+                "; ".join(model.alone),
+            )
         self.disabled = ""
         """The reason why kvcore stopped serving this engine; empty while it serves."""
         self._config = config

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvcore.config import Config
 from kvcore.config.schema_control import parse_quota, tenant_name
-from kvcore.errors import CapacityError, ConfigError
+from kvcore.errors import CapacityError, ConfigError, UnsupportedError
 from kvcore.index import BlockIndex
 from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import Namespace
@@ -79,7 +79,7 @@ class Tenants:
         self._owners: dict[bytes, str] = {}
         check_quotas(config, index.tiers)
         for name, tenant in config.tenants.items():
-            loras = [lora_identity(lora, path) for lora, path in tenant.loras.items()]
+            loras = [_lora(name, lora, path) for lora, path in tenant.loras.items()]
             self._name(name, [self._spaces.of(lora, tenant.salt) for lora in ("", *loras)])
             for tier in index.tiers:
                 blocks = self.blocks(tier, tenant.quota.get(tier))
@@ -169,3 +169,10 @@ class Tenants:
             most = self.index.num_slots(tier)
             most = most if limit is None else min(limit, most)
             self._metrics.tenant(name, tier, used * self._block_nbytes, most * self._block_nbytes)
+
+
+def _lora(tenant: str, name: str, path: str) -> str:
+    try:
+        return lora_identity(name, path)
+    except UnsupportedError as error:
+        raise ConfigError(f"tenants.{tenant}.loras.{name}: {error}") from error

@@ -7,68 +7,122 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
+import json
+import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.config import NamespaceConfig
-from kvcore.model.keys import Namespace, fingerprint_files
+from kvcore.errors import UnsupportedError
+from kvcore.model.ingredients import kv_fields
+from kvcore.model.keys import KEY_BYTES, Namespace, canonical_bytes
+from kvcore.model.weights import fingerprint_files
 
 __all__ = [
     "NAMESPACES_KEPT",
     "Namespaces",
+    "Weights",
     "hooked",
     "lora_identity",
-    "rope_length",
+    "lora_stamp",
+    "rope_rule",
     "weights_identity",
 ]
-
-_log = logging.getLogger("kvcore.connector")
 
 NAMESPACES_KEPT = 4096
 """Namespaces cached before the cache is cleared, because the number of tenants is unbounded."""
 
 
-@functools.lru_cache(maxsize=4)
-def weights_identity(model: str, revision: str | None) -> bytes:
-    """Return a digest of the weights: the content of a folder, or name and revision on the hub.
+class Weights(NamedTuple):
+    """A digest of weights. ``alone`` says why it does not tell them from others, if it does not."""
 
-    Reads the folder once per process with `kvcore.model.keys.fingerprint_files`, and passes on its
-    errors.
+    digest: bytes
+    alone: str = ""
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@functools.lru_cache(maxsize=4)
+def weights_identity(model: str, revision: str | None, commit: str | None) -> Weights:
+    """Return a digest of the weights: content of a folder or file, or name and commit on a hub.
+
+    ``commit`` is that of the configuration, where the engine knows it. Reads a folder once per
+    process (`kvcore.model.weights`). Raises UnsupportedError if it has no weights to read.
     """
-    folder = Path(model)
-    if folder.is_dir():
-        return fingerprint_files(folder)
-    if revision is None:
-        _log.warning(
-            "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
-            "hub serves under that name; give the engine a revision or a local folder",
-            model,
-        )
-    return f"{model}@{revision or 'main'}".encode()
+    if Path(model).exists():
+        return Weights(fingerprint_files(model))
+    pinned = next((name for name in (commit, revision) if name and _COMMIT.fullmatch(name)), None)
+    alone = (
+        ""
+        if pinned
+        else f"the weights of {model} have no commit that kvcore can see: give a local folder, or "
+        "a commit as the revision"
+    )
+    return Weights(f"{model}@{pinned or revision or 'main'}".encode(), alone)
+
+
+_Stamp = tuple[tuple[str, int, int, int, int], ...]
+
+
+def lora_identity(name: str, path: str) -> str:
+    """Return a stable name for a LoRA adapter, with a digest of its weights and its configuration.
+
+    Reads the folder again when one of its files has changed. Raises UnsupportedError if it is not a
+    local folder with weights and an ``adapter_config.json``, or if a file is cut off.
+    """
+    return f"{name}:{_adapter(path, lora_stamp(path)).hex()}"
+
+
+def lora_stamp(path: str) -> _Stamp:
+    """Return name, inode, size and times of an adapter's files, which any rewrite changes.
+
+    Raises UnsupportedError if the folder cannot be read.
+    """
+    try:
+        found = [(entry.name, entry.stat()) for entry in os.scandir(path)]
+    except OSError as error:
+        raise UnsupportedError(
+            f"cannot read the LoRA adapter {path}: {error}; give a local folder"
+        ) from error
+    return tuple(sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found))
 
 
 @functools.lru_cache(maxsize=256)
-def lora_identity(name: str, path: str) -> str:
-    """Return a stable name for LoRA weights, with a digest of the adapter's files if local.
+def _adapter(path: str, stamp: _Stamp) -> bytes:
+    try:
+        config = json.loads((Path(path) / "adapter_config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UnsupportedError(f"cannot read the LoRA adapter {path}: {error}") from error
+    content = canonical_bytes([kv_fields(config), fingerprint_files(path)])
+    return hashlib.sha256(content).digest()[:KEY_BYTES]
 
-    Reads the folder once per process.
+
+_FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", "mrope"})
+"""Types of rope whose frequencies the configuration alone decides, in every engine alike."""
+
+
+def rope_rule(config: Mapping[str, Any], engine: str, served_length: int | None) -> object | None:
+    """Return what decides the rope's frequencies beside the configuration; None if nothing does.
+
+    ``config`` is the text model's, as Hugging Face writes it; its ropes may be nested by type of
+    layer. ``engine`` enters because engines choose by different rules: vLLM between the factors of
+    a longrope by the length that it serves (``served_length``, in tokens), SGLang by position.
     """
-    folder = Path(path)
-    content = fingerprint_files(folder).hex() if folder.is_dir() else path
-    return f"{name}:{content}"
+    kinds = _ropes(config.get("rope_scaling")) | _ropes(config.get("rope_parameters"))
+    odd = sorted(kinds - _FIXED_ROPES)
+    return [engine, odd, served_length] if odd else None
 
 
-def rope_length(config: Mapping[str, Any], served_length: int | None) -> int | None:
-    """Return ``served_length`` (tokens) if the rope's frequencies depend on it, otherwise None.
-
-    ``config`` is the text model's configuration, as Hugging Face writes it.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = str(rope.get("rope_type", rope.get("type", "default")))
-    return served_length if kind in ("dynamic", "longrope") else None
+def _ropes(told: Any) -> set[str]:
+    if not isinstance(told, Mapping):
+        return set()
+    kind = told.get("rope_type", told.get("type"))
+    inner = {found for item in told.values() for found in _ropes(item)}
+    return inner | ({str(kind)} if kind is not None else set())
 
 
 def hooked(fingerprint: bytes, hooks: Iterable[str]) -> bytes:

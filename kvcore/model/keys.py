@@ -25,10 +25,9 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.errors import ConfigError
 
 __all__ = [
     "KEY_BYTES",
@@ -37,8 +36,6 @@ __all__ = [
     "KeyChain",
     "Namespace",
     "canonical_bytes",
-    "fingerprint_files",
-    "model_fingerprint",
     "pack_tokens",
 ]
 
@@ -113,9 +110,10 @@ class Namespace:
     """What must be equal before two blocks of KV may be compared at all.
 
     ``model`` is the adapter's fingerprint of everything about the model that shapes KV (see
-    `model_fingerprint`), ``lora`` names the adapter weights, ``cache_salt`` separates tenants, and
-    ``extra`` takes whatever else an engine needs. ``secret`` keys the hash for a deployment:
-    without it, nobody can guess from the keys on disk or on the wire which prompts are cached.
+    `kvcore.model.ingredients`), ``lora`` names the adapter weights, ``cache_salt`` separates
+    tenants, and ``extra`` takes whatever else an engine needs. ``secret`` keys the hash for a
+    deployment: without it, nobody can guess from the keys on disk or on the wire which prompts are
+    cached.
     """
 
     model: str | bytes
@@ -294,101 +292,3 @@ class KeyChain:
             self._hash_plain(data[offset : offset + self._step])
         hashed = len(self.keys) * self.block_tokens
         self._extras = [extra for extra in self._extras if extra.offset + extra.length > hashed]
-
-
-# ---------------------------------------------------------------------------------------------
-# fingerprints
-
-_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-_WINDOW = 64 << 10
-_WINDOWS = 32
-_MAX_HEADER = 64 << 20
-
-# Fields of a model's config that do not affect KV. All others count: a field that is missing here
-# can cause a miss, but never a wrong hit.
-# fmt: off
-_NOT_KV = frozenset({
-    "_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id",
-    "cls_token_id", "initializer_range", "attention_dropout", "hidden_dropout", "embd_pdrop",
-    "resid_pdrop", "attn_pdrop", "output_attentions", "output_hidden_states", "return_dict",
-    "gradient_checkpointing", "problem_type", "id2label", "label2id", "finetuning_task",
-    "task_specific_params", "tokenizer_class", "chunk_size_feed_forward", "temperature", "top_k",
-    "top_p", "max_length", "min_length", "do_sample", "num_beams", "repetition_penalty",
-})
-# fmt: on
-
-
-def model_fingerprint(config: Mapping[str, object], weights: bytes | str, kv_dtype: str) -> bytes:
-    """Return 16 bytes over everything that shapes a model's KV, for `Namespace.model`.
-
-    ``config`` is the model's own configuration (architecture, layers, heads, head sizes,
-    rope_theta, rope_scaling and partial rotary factors, norm epsilons, sliding windows,
-    quantisation ...) and may nest. ``weights`` comes from `fingerprint_files` or names a revision.
-    ``kv_dtype`` is the type in which KV is *stored*. Fields that cannot change KV are left out. So
-    are fields that are None, so that the result stays the same when a newer library writes more
-    defaults of None.
-    """
-    fields = [_kv_fields(config), weights, kv_dtype]
-    return hashlib.sha256(_FORMAT + b"/model" + canonical_bytes(fields)).digest()[:KEY_BYTES]
-
-
-def _kv_fields(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {
-            str(key): _kv_fields(item)
-            for key, item in value.items()
-            if item is not None and key not in _NOT_KV
-        }
-    if isinstance(value, (list, tuple)):
-        return [_kv_fields(item) for item in value]
-    return value
-
-
-def fingerprint_files(directory: str | Path) -> bytes:
-    """Return 16 bytes over a folder of model weights, equal on every host with a copy of it.
-
-    Reads each file's size, its safetensors header (names, types, shapes, offsets) and 32 windows of
-    64 KiB spread over it, but not the modification time: milliseconds per file, whatever its size.
-    It distinguishes revisions and fine-tunes, but does not protect against edits of single bytes.
-    Blocks on disk reads. Raises `ConfigError` if the folder holds no weights, `TierUnavailable` if
-    a file cannot be read.
-    """
-    root = Path(directory)
-    files = sorted(
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*")
-        if path.suffix in _WEIGHT_SUFFIXES and path.is_file()
-    )
-    if not files:
-        raise ConfigError(
-            f"no model weights in {root}: looked for *{', *'.join(_WEIGHT_SUFFIXES)}; "
-            "give the folder of the model, or a revision instead of a folder"
-        )
-    total = hashlib.sha256(_FORMAT + b"/weights")
-    try:
-        for name, path in files:
-            total.update(canonical_bytes([name, _sample(path)]))
-    except OSError as error:
-        raise TierUnavailable(f"cannot read the model weights in {root}: {error}") from error
-    return total.digest()[:KEY_BYTES]
-
-
-def _sample(path: Path) -> bytes:
-    size = path.stat().st_size
-    digest = hashlib.sha256(canonical_bytes(size))
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            header = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(min(header, _MAX_HEADER)))
-        for offset in _window_offsets(size):
-            file.seek(offset)
-            digest.update(file.read(_WINDOW))
-    return digest.digest()
-
-
-def _window_offsets(size: int) -> Sequence[int]:
-    if size <= _WINDOW * _WINDOWS:
-        return range(0, size, _WINDOW)
-    last = size - _WINDOW
-    return [last * i // (_WINDOWS - 1) for i in range(_WINDOWS)]

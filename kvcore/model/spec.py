@@ -59,9 +59,10 @@ class LayerGroup:
 class ModelDescription:
     """One model. ``shape`` is its whole canonical block; a rank holds ``part(rank)`` of it.
 
-    ``fingerprint`` comes from `kvcore.model.keys.model_fingerprint`; ``world_size`` is the number
-    of ranks. ``stages`` are the layers [start, stop) of each pipeline stage, by default one stage
-    with all layers. The tensor-parallel ranks of a stage are consecutive.
+    ``fingerprint`` and ``alone`` come from `kvcore.model.ingredients.ModelIdentity`;
+    ``world_size`` is the number of ranks. ``stages`` are the layers [start, stop) of each pipeline
+    stage, by default one stage with all layers. The tensor-parallel ranks of a stage are
+    consecutive.
     """
 
     shape: BlockShape
@@ -69,6 +70,7 @@ class ModelDescription:
     fingerprint: bytes
     world_size: int
     stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    alone: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -51,7 +51,7 @@ PackedPromise = tuple[
 
 
 class Model(msgspec.Struct, frozen=True, array_like=True):
-    """The model whose KV is shared: the shape of a whole block, and `model_fingerprint`'s digest.
+    """The model whose KV is shared: the shape of a whole block, and its fingerprint.
 
     The shape is the canonical one, not the part of one rank.
     """

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvcore.model.identity import Weights
 from kvcore.transfer.graph import Path, Priority, Span, TransferGraph, TransferOp
 from kvcore_trtllm.describe import ModelFacts  # after the skip
 
@@ -24,7 +25,7 @@ def facts(**changes: Any) -> ModelFacts:
         "page_tokens": 32,
         "kv_dtype": "float32",
         "identity": {"model_type": "llama"},
-        "weights": b"w",
+        "weights": Weights(b"w"),
     }
     return ModelFacts(**{**values, **changes})
 

@@ -57,7 +57,7 @@ class LeaderRig:
             manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
         )
         self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {}, **options)
-        self.chain = KeyChain(self.side._namespace(request("x")), BLOCK)
+        self.chain = KeyChain(self.side.namespaces.of(), BLOCK)
         self.chain.extend(PROMPT)
         self.space = self.chain.namespace.digest
         self.index.lifecycle.commit(

@@ -27,10 +27,16 @@ START = [
         BUILD_NATIVE,
     ),
     Trouble(
-        "model %s has no pinned revision: KV kept on disk is reused for whatever weights the "
-        "hub serves under that name; give the engine a revision or a local folder",
-        "If the hub changes the weights under this name, old KV is reused with new weights.",
-        "Give the engine a revision or a local folder.",
+        "KV of this engine is not shared, and not found after a restart: %s",
+        "kvcore cannot tell this engine's KV from other KV, for the reason in the line. It is kept "
+        "under a random mark ([what KV is shared](identity.md)).",
+        "Do what the line says, or nothing if the KV need not outlive the engine.",
+    ),
+    Trouble(
+        "requests are answered without kvcore: %s",
+        "kvcore cannot tell the KV of these requests from other KV, for the reason in the line. "
+        "Each reason is repeated every ten minutes at most.",
+        "Do what the line says. The answers are right.",
     ),
     Trouble(
         "the tier %s is off: %s",

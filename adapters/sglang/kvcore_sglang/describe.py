@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.identity import rope_length, weights_identity
-from kvcore.model.keys import model_fingerprint
+from kvcore.model.identity import rope_rule, weights_identity
+from kvcore.model.ingredients import ModelIdentity, split_config
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_sglang.layout import Pool, read_pool
@@ -81,11 +81,13 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
         dtype=pool.dtype,
     )
     text = _checkpoint_config(server_args, config)
+    identity = model_identity(server_args, config, pool.dtype)
     model = ModelDescription(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
-        fingerprint(server_args, config, pool.dtype),
+        identity.fingerprint,
         rank.ranks,
+        alone=identity.alone,
     )
     checkpoint = Checkpoint(str(config.hf_config.architectures[0]), text)
     return Served(model, rank, pool, page_tokens, int(config.vocab_size), checkpoint)
@@ -126,16 +128,32 @@ def _check_arguments(server_args: Any, params: Any) -> None:
         raise UnsupportedError("enable_dp_attention: ranks hold the KV of different requests")
 
 
-def fingerprint(server_args: Any, config: Any, dtype: str) -> bytes:
-    """Return the model's fingerprint, which equals that of the other adapters for this model."""
+def model_identity(server_args: Any, config: Any, dtype: str) -> ModelIdentity:
+    """Return what shapes the engine's KV; it equals that of other adapters that apply the same."""
     text = _checkpoint_config(server_args, config)
-    text["kvcore_quantization"] = config.quantization
-    text["kvcore_max_model_len"] = rope_length(text, config.context_len)
-    text["kvcore_compute_dtype"] = str(config.dtype)
     overrides = str(getattr(server_args, "json_model_override_args", None) or "{}")
-    text["kvcore_overrides"] = None if overrides.strip() == "{}" else overrides
-    weights = weights_identity(str(config.model_path), getattr(server_args, "revision", None))
-    return model_fingerprint(text, weights, f"torch.{dtype}")
+    weights = weights_identity(
+        str(config.model_path),
+        getattr(server_args, "revision", None),
+        getattr(config.hf_config, "_commit_hash", None),
+    )
+    shared, _ = split_config(text, text)
+    return ModelIdentity(
+        config=shared,
+        weights=weights.digest,
+        load=None,
+        code=None,
+        compute_dtype=str(config.dtype),
+        quantization=config.quantization,
+        kv_dtype=f"torch.{dtype}",
+        kv_scales=None,
+        rope=rope_rule(text, "sglang", config.context_len),
+        windows=None,
+        attention=None,
+        lora=None,
+        own=None if overrides.strip() == "{}" else overrides,
+        alone=(weights.alone,) if weights.alone else (),
+    )
 
 
 def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:

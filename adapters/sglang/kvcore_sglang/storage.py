@@ -32,7 +32,7 @@ from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
 from kvcore.tiers.geometry import Geometry
-from kvcore_sglang.describe import fingerprint
+from kvcore_sglang.describe import model_identity
 from kvcore_sglang.plugin import storage_base
 
 __all__ = ["HostPages", "KVCoreStorage"]
@@ -282,7 +282,7 @@ def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | No
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(server_args)
-    model = fingerprint(server_args, config, pages.dtype)
+    model = model_identity(server_args, config, pages.dtype).fingerprint
     text = {
         "model": model.hex(),
         "secret": secret,

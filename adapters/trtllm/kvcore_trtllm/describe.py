@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.model.identity import rope_length, weights_identity
-from kvcore.model.keys import model_fingerprint
+from kvcore.model.identity import Weights, rope_rule, weights_identity
+from kvcore.model.ingredients import ModelIdentity, split_config
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
 
@@ -38,7 +38,7 @@ class ModelFacts:
     page_tokens: int
     kv_dtype: str
     identity: Mapping[str, object]
-    weights: bytes
+    weights: Weights
 
     @property
     def mla(self) -> bool:
@@ -130,7 +130,7 @@ def describe(llm_args: Any) -> ModelFacts:
         kv_dtype=kv_dtype,
         identity=_identity(llm_args, config, kv_dtype),
         weights=weights_identity(
-            folder or str(llm_args.model), getattr(llm_args, "revision", None)
+            folder or str(llm_args.model), getattr(llm_args, "revision", None), None
         ),
     )
 
@@ -145,8 +145,33 @@ def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) 
         block_tokens=block_tokens,
         dtype=facts.kv_dtype,
     )
-    fingerprint = model_fingerprint(facts.identity, facts.weights, f"torch.{facts.kv_dtype}")
-    return Description(shape, groups, fingerprint, facts.world_size, facts)
+    identity = model_identity(facts)
+    return Description(
+        shape, groups, identity.fingerprint, facts.world_size, facts, alone=identity.alone
+    )
+
+
+def model_identity(facts: ModelFacts) -> ModelIdentity:
+    """Return what shapes the engine's KV."""
+    own = {name: item for name, item in facts.identity.items() if name.startswith("kvcore_")}
+    text = {name: item for name, item in facts.identity.items() if name not in own}
+    config, _ = split_config(text, text)
+    return ModelIdentity(
+        config=config,
+        weights=facts.weights.digest,
+        load=None,
+        code=None,
+        compute_dtype=str(own.get("kvcore_compute_dtype")),
+        quantization=own.get("kvcore_quantization"),
+        kv_dtype=f"torch.{facts.kv_dtype}",
+        kv_scales=own.get("kvcore_kv_scales"),
+        rope=own.get("kvcore_rope"),
+        windows=None,
+        attention=None,
+        lora=None,
+        own=None,
+        alone=(facts.weights.alone,) if facts.weights.alone else (),
+    )
 
 
 def _checkpoint(llm_args: Any) -> tuple[dict[str, Any], str]:
@@ -231,7 +256,7 @@ def _identity(llm_args: Any, config: Mapping[str, Any], kv_dtype: str) -> dict[s
     algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
     return {
         **config,
-        "kvcore_max_model_len": rope_length(config, getattr(llm_args, "max_seq_len", None)),
+        "kvcore_rope": rope_rule(config, "trtllm", getattr(llm_args, "max_seq_len", None)),
         "kvcore_quantization": None if algorithm is None else str(algorithm),
         "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
         "kvcore_kv_scales": scales,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.connector.fusion_scheduler import FusionRequest
-from kvcore.errors import ConfigError, KVCoreError
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.fusion.options import FusionOptions
 from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
 from kvcore.model.identity import Namespaces, lora_identity
@@ -172,7 +172,7 @@ class RequestNamespaces:
     """The namespaces of requests, by LoRA and tenant.
 
     The engine's number of a LoRA adapter means nothing to another process. If the adapter's folder
-    is not known, only this engine finds its KV again.
+    is not known or cannot be read, only this engine finds its KV again.
     """
 
     def __init__(self, namespaces: Namespaces) -> None:
@@ -186,7 +186,10 @@ class RequestNamespaces:
     def _lora(self, request: Any) -> str:
         path = getattr(request, "py_lora_path", None)
         if path:
-            return lora_identity(Path(path).name, str(path))
+            try:
+                return lora_identity(Path(path).name, str(path))
+            except UnsupportedError:
+                return f"{self._epoch}:{path}"
         number = getattr(request, "lora_task_id", None)
         return "" if number is None else f"{self._epoch}:{number}"
 

@@ -28,6 +28,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.memory.layout import KVView
+from kvcore.model.ingredients import MediaIdentity
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
@@ -37,6 +38,7 @@ from kvcore_vllm.attention import install
 from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
+from kvcore_vllm.identity import media_identity
 from kvcore_vllm.layout import group_view
 from kvcore_vllm.round_trip import verify
 from kvcore_vllm.scheduler import SchedulerSide
@@ -100,8 +102,22 @@ def build_scheduler_side(
             vllm_config.kv_transfer_config.kv_role, settings.promise_s, parts.manager
         ),
         in_step=in_step,
+        media=_media(vllm_config),
     )
     return side
+
+
+def _media(vllm_config: VllmConfig) -> MediaIdentity | str:
+    """Return what shapes the KV of media, or the reason why media cannot be told apart."""
+    media = vllm_config.model_config.multimodal_config
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        return "ec_transfer_config lets vLLM take the embeddings of media from another engine"
+    if getattr(media, "allow_missing_mm_embeddings", False):
+        return "a kv_consumer of vLLM may get media without their content: use kv_role 'kv_both'"
+    try:
+        return media_identity(vllm_config)
+    except UnsupportedError as error:
+        return str(error)
 
 
 def _recovers_in_step(vllm_config: VllmConfig) -> bool:

@@ -21,10 +21,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.identity import rope_length, weights_identity
-from kvcore.model.keys import model_fingerprint
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore_vllm.identity import model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +49,8 @@ def describe(
     groups = _groups(kv_cache_config)
     if stages:
         groups = (_whole_group(groups, stages),)
-    spec = _uniform_spec(kv_cache_config)
+    specs = _served_specs(kv_cache_config)
+    spec = specs[0]
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     if mla and tp > 1:
@@ -72,9 +72,11 @@ def describe(
         block_tokens=block_tokens,
         dtype=str(spec.dtype).removeprefix("torch."),
     )
-    fingerprint = _fingerprint(vllm_config, spec)
+    identity = model_identity(vllm_config, specs)
     ranks = tp * max(len(stages), 1)
-    return ModelDescription(shape, groups, fingerprint, ranks, stages=stages)
+    return ModelDescription(
+        shape, groups, identity.fingerprint, ranks, stages=stages, alone=identity.alone
+    )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
@@ -182,12 +184,14 @@ def _check_group(group: Any) -> None:
         raise UnsupportedError(f"a cache group of role {name!r}: kvcore serves the role 'default'")
 
 
-def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
-    """Return the spec that all layers share except for the window.
+def _served_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
+    """Return the specs of all layers, which differ in the window only.
 
     Raises UnsupportedError if their specs differ, or if kvcore does not serve one.
     """
-    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in _leaf_specs(group)]
+    specs: list[AttentionSpec] = [
+        spec for group in kv_cache_config.kv_cache_groups for spec in _leaf_specs(group)
+    ]
     if not specs:
         raise UnsupportedError("a model without a KV cache")
     for spec in specs:
@@ -197,8 +201,7 @@ def _uniform_spec(kv_cache_config: KVCacheConfig) -> AttentionSpec:
     }
     if len(kinds) > 1:
         raise UnsupportedError(f"layers with different heads or dtypes: {sorted(map(str, kinds))}")
-    first: AttentionSpec = specs[0]
-    return first
+    return specs
 
 
 def _check_spec(spec: Any) -> None:
@@ -227,38 +230,3 @@ def _leaf_specs(group: Any) -> list[Any]:
     if type(spec) is UniformTypeKVCacheSpecs:
         return list(spec.kv_cache_specs.values())
     return [spec]
-
-
-def _fingerprint(vllm_config: VllmConfig, spec: AttentionSpec) -> bytes:
-    model = vllm_config.model_config
-    config = model.hf_text_config.to_dict()
-    config["kvcore_quantization"] = model.quantization
-    config["kvcore_max_model_len"] = rope_length(config, model.max_model_len)
-    config["kvcore_compute_dtype"] = str(model.dtype)
-    weights = weights_identity(model.model, model.revision)
-    return model_fingerprint(config, weights, _stored_type(vllm_config, spec))
-
-
-def _stored_type(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
-    """Return the name of the numbers in which KV is stored.
-
-    vLLM keeps every 8-bit format as bytes, so a quantised cache is named by its format as well.
-    The name is the same in the scheduler and in the workers: a checkpoint with a scheme for its
-    cache changes "auto" to "fp8" in the workers' config only.
-    """
-    mode = spec.kv_quant_mode.name
-    if mode == "NONE":
-        return str(spec.dtype)
-    return f"{spec.dtype} {mode} {quantised_type(str(vllm_config.cache_config.cache_dtype))}"
-
-
-def quantised_type(cache_dtype: str) -> str:
-    """Return the torch name of the 8-bit numbers that vLLM means by ``cache_dtype``.
-
-    A name that stands for no such type is returned as it is.
-    """
-    from vllm.platforms import current_platform
-
-    e4m3 = str(current_platform.fp8_dtype())  # of ROCm's two formats, the one of this GPU
-    named = {"auto": e4m3, "fp8": e4m3, "fp8_e4m3": e4m3, "fp8_e5m2": "torch.float8_e5m2"}
-    return named.get(cache_dtype, cache_dtype)

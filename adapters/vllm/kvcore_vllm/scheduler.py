@@ -25,19 +25,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import KVCoreError, TransferError
+from kvcore.errors import KVCoreError, TransferError, UnsupportedError
 from kvcore.manager import HOST, Event, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
-from kvcore.model.identity import lora_identity
-from kvcore.model.keys import Extra, KeyChain, Namespace
+from kvcore.model.ingredients import MediaIdentity
+from kvcore.model.keys import KeyChain
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import TransferGraph
@@ -47,6 +48,7 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler,
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
+from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.tracked import Offer, Tracked
 
 if TYPE_CHECKING:
@@ -66,9 +68,12 @@ RUN_TOKENS = 256
 
 
 class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
-    """The leader of one engine core. Called from vLLM's scheduling loop only; no call does I/O.
+    """The leader of one engine core. Called from vLLM's scheduling loop only.
 
-    ``in_step`` is True if vLLM recovers from a failed load that is part of a step.
+    No call does I/O but for the files of LoRA adapters.
+
+    ``in_step`` is True if vLLM recovers from a failed load that is part of a step. ``media`` is
+    what shapes the KV of media, or the reason why requests with media are left alone.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         policy: FusionPolicy | None = None,
         handover: Handover | None = None,
         in_step: bool = True,
+        media: MediaIdentity | str = "no media here",
     ) -> None:
         settings = config.vllm
         traits = SchedulerTraits(
@@ -90,6 +96,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         )
         self._in_step = in_step
         super().__init__(config, model, parts, traits)
+        self._identities = RequestIdentities(self.namespaces, media)
+        self._log_limit = LogLimit(every_s=600.0)
         self._outbox = outbox
         self._events: list[Event] = []
         self._requests: dict[str, Tracked] = {}
@@ -385,6 +393,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._due.again(request.request_id, max(missing, 1))
 
     def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
+        if not self._identities.unchanged(tracked.request, tracked.chain.namespace):
+            tracked.may_save = False
+            return
         self._hash(tracked)
         blocks = min(blocks, len(tracked.chain.keys))
         tokens = None if tracked.extras else tracked.request._all_token_ids
@@ -527,12 +538,15 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             return None
         if request.resumable:
             return None  # a session: vLLM adds media and drops tokens after its keys were made
-        chain = KeyChain(self._namespace(request), self._block)
-        extras = tuple(
-            Extra(f.mm_position.offset, f.mm_position.length, str(f.identifier).encode())
-            for f in request.mm_features
-        )
-        tracked = self._requests[request.request_id] = Tracked(request, chain, extras)
+        try:
+            identity = self._identities.of(request)
+        except UnsupportedError as error:
+            if self._log_limit.admit(str(error)) is not None:
+                _log.warning("requests are answered without kvcore: %s", error)
+            return None
+        chain = KeyChain(identity.namespace, self._block)
+        tracked = Tracked(request, chain, identity.extras)
+        self._requests[request.request_id] = tracked
         if self._fusion is not None:
             tracked.fusing = self._fusion.track(request)
         return tracked
@@ -544,8 +558,3 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             extras = tracked.extras if done == 0 else ()
             tokens = tracked.request._all_token_ids
             tracked.chain.extend(tokens[done:] if done else tokens, extras)
-
-    def _namespace(self, request: Request) -> Namespace:
-        lora = request.lora_request
-        name = lora_identity(lora.lora_name, lora.lora_path) if lora is not None else ""
-        return self.namespaces.of(name, request.cache_salt)

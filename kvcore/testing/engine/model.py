@@ -29,7 +29,7 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.identity import weights_identity
-from kvcore.model.keys import model_fingerprint
+from kvcore.model.ingredients import ModelIdentity, split_config
 from kvcore.model.shape import BlockShape
 from kvcore.testing.engine.lora import Adapter, Delta, adapt, read_lora
 
@@ -145,13 +145,24 @@ class Llama:
     @property
     def fingerprint(self) -> bytes:
         """The fingerprint that every adapter computes for this checkpoint and dtype."""
-        identity = {
-            **self.spec.config,
-            "kvcore_quantization": None,
-            "kvcore_max_model_len": None,
-            "kvcore_compute_dtype": str(self.dtype),
-        }
-        return model_fingerprint(identity, self.identity, str(self.dtype))
+        config, _ = split_config(self.spec.config, self.spec.config)
+        identity = ModelIdentity(
+            config=config,
+            weights=self.identity,
+            load=None,
+            code=None,
+            compute_dtype=str(self.dtype),
+            quantization=None,
+            kv_dtype=str(self.dtype),
+            kv_scales=None,
+            rope=None,
+            windows=None,
+            attention=None,
+            lora=None,
+            own=None,
+            alone=(),
+        )
+        return identity.fingerprint
 
 
 def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
@@ -175,7 +186,7 @@ def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) 
     embedding = take("model.embed_tokens")
     tied = "lm_head.weight" not in found
     head = embedding if tied else take("lm_head")
-    identity = weights_identity(str(folder), None)
+    identity = weights_identity(str(folder), None, None).digest
     return Llama(spec, layers, embedding, take("model.norm"), head, identity)
 
 

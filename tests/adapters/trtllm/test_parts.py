@@ -325,7 +325,9 @@ def test_an_op_has_ended_when_all_ranks_say_so() -> None:
     assert tally.exchange(StepReport()) is None
 
 
-def test_namespaces_differ_by_what_the_version_tells() -> None:
+def test_namespaces_differ_by_what_the_version_tells(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.bin").write_bytes(b"weights")
     spaces = RequestNamespaces(Namespaces(Config().namespace, b"model"))
     given = [
         request(),
@@ -333,7 +335,7 @@ def test_namespaces_differ_by_what_the_version_tells() -> None:
         request(cache_salt=None, cache_salt_id=5),
         request(lora_task_id=1),
         request(lora_task_id=2),
-        request(lora_task_id=1, py_lora_path="/weights/a"),
+        request(lora_task_id=1, py_lora_path=tmp_path),
     ]
     assert len({spaces.of(one).digest for one in given}) == len(given)
     assert spaces.of(request()) is spaces.of(request(cache_salt=None))

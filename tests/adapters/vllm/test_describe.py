@@ -28,8 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvcore.errors import UnsupportedError
 from kvcore.harness.models import tiny_model
-from kvcore.model.identity import weights_identity
-from kvcore.model.keys import model_fingerprint
+from kvcore.testing.engine.model import load
 from kvcore_vllm.describe import describe
 
 LAYERS, HEADS, DIM = 2, 2, 64
@@ -83,15 +82,12 @@ def test_names_of_one_format_are_the_same_kv() -> None:
     assert fingerprint("fp8") == fingerprint("fp8_e4m3") == fingerprint("auto", told_dtype="fp8")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_plain_kv_keeps_the_fingerprint_of_stores_written_before(dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_kv_is_shared_with_other_engines(dtype: str) -> None:
     stored = getattr(torch, dtype)
-    found = describe(vllm_config(dtype=dtype), told(spec_of(dtype=stored)), 16).fingerprint
-    config = vllm_config(dtype=dtype).model_config.hf_text_config.to_dict()
-    config |= {"kvcore_compute_dtype": f"torch.{dtype}"}
-    assert found == model_fingerprint(
-        config, weights_identity(str(model()), None), f"torch.{dtype}"
-    )
+    found = describe(vllm_config(dtype=dtype), told(spec_of(dtype=stored)), 16)
+    assert found.fingerprint == load(model(), dtype=stored).fingerprint
+    assert found.alone == ()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Side:
             planning=planning,
         )
         self.side = SchedulerSide(config, MODEL, parts, outbox, {})
-        chain = KeyChain(self.side._namespace(request("x")), BLOCK)
+        chain = KeyChain(self.side.namespaces.of(), BLOCK)
         chain.extend(PROMPT)
         index.lifecycle.commit(
             index.lifecycle.reserve("disk", chain.keys, 0, 24, chain.namespace.digest)

@@ -57,7 +57,7 @@ class Side:
             planning=planning if planner else None,
         )
         self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
-        chain = KeyChain(self.side._namespace(request()), BLOCK)
+        chain = KeyChain(self.side.namespaces.of(), BLOCK)
         chain.extend(PROMPT)
         made = self.index.lifecycle.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)
         self.index.lifecycle.commit(made)

@@ -52,7 +52,7 @@ class Side:
         )
         self.side = SchedulerSide(load_config(None, settings), MODEL, parts, outbox, {})
         if held:
-            chain = KeyChain(self.side._namespace(request()), BLOCK)
+            chain = KeyChain(self.side.namespaces.of(), BLOCK)
             keys, space = chain.extend(PROMPT), chain.namespace.digest
             index.lifecycle.commit(index.lifecycle.reserve("host", keys, 0, held, space))
         self.asked = request()

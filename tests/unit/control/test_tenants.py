@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +24,30 @@ def make(**tenants: Any) -> Tenants:
     return Tenants(config, b"f" * 16, index, BLOCK, Metrics(), clock=lambda: 0.0)
 
 
-def test_a_tenants_namespaces_are_those_of_its_requests() -> None:
+def adapter(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.bin").write_bytes(b"weights")
+    return str(folder)
+
+
+def test_a_tenants_namespaces_are_those_of_its_requests(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "sql")
     spaces = Namespaces(load_config(None, {"namespace": {"salt": "usual"}}).namespace, b"f" * 16)
-    lora = {"sql": "/models/sql"}
+    lora = {"sql": path}
     tenants = make(ann={"salt": "ann", "loras": lora}, bob={"salt": "b"}, rest={"salt": ""})
     assert list(tenants.spaces("ann")) == [
         spaces.of("", "ann"),
-        spaces.of(lora_identity("sql", "/models/sql"), "ann"),
+        spaces.of(lora_identity("sql", path), "ann"),
     ]
     assert tenants.name_of(spaces.of("", "b").digest) == "bob"
     assert tenants.name_of(spaces.of().digest) == "rest"
     assert tenants.name_of(spaces.of("", "c").digest) == ""
+
+
+def test_an_adapter_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"tenants\.ann\.loras\.sql: .* /nowhere"):
+        make(ann={"salt": "ann", "loras": {"sql": "/nowhere"}})
 
 
 def test_quotas_are_blocks_of_a_tier() -> None:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from kvcore.config import NamespaceConfig
 from kvcore.errors import TierUnavailable, TransferError, UnsupportedError
 from kvcore.model import identity
-from kvcore.model.identity import Namespaces, hooked, lora_identity, rope_length, weights_identity
+from kvcore.model.identity import (
+    Namespaces,
+    Weights,
+    hooked,
+    lora_identity,
+    rope_rule,
+    weights_identity,
+)
 from kvcore.model.keys import Namespace
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
@@ -70,51 +77,101 @@ def test_a_rank_holds_blocks_of_its_own_heads() -> None:
 @pytest.fixture(autouse=True)
 def no_weights_remembered() -> None:
     weights_identity.cache_clear()
-    lora_identity.cache_clear()
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Callable[[str, bytes], str]:
-    def make(name: str, content: bytes) -> str:
+def weights(tmp_path: Path) -> Callable[..., str]:
+    def make(name: str, content: bytes, config: str = "{}") -> str:
         folder = tmp_path / name
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "model.bin").write_bytes(content)
+        (folder / "adapter_config.json").write_text(config)
         return str(folder)
 
     return make
 
 
-def test_local_weights_are_known_by_content(weights: Callable[[str, bytes], str]) -> None:
+def test_local_weights_are_known_by_content(weights: Callable[..., str]) -> None:
     one, copy, other = weights("one", b"1"), weights("copy", b"1"), weights("other", b"2")
-    assert weights_identity(one, None) == weights_identity(copy, "any")
-    assert weights_identity(one, None) != weights_identity(other, None)
-    assert lora_identity("a", one) == lora_identity("a", copy)
-    assert lora_identity("a", one) != lora_identity("a", other)
-    assert lora_identity("a", one) != lora_identity("b", one)
+    assert weights_identity(one, None, None) == weights_identity(copy, "any", "c" * 40)
+    assert weights_identity(one, None, None).digest != weights_identity(other, None, None).digest
+    assert weights_identity(one, None, None).alone == ""
 
 
-def test_weights_of_a_hub_are_known_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    assert weights_identity("org/model", "abc") == b"org/model@abc"
-    assert caplog.records == []
-    assert weights_identity("org/model", None) == b"org/model@main"
-    assert "no pinned revision" in caplog.text
-    assert lora_identity("a", "org/adapter") == "a:org/adapter"
+def test_a_file_of_weights_is_content(tmp_path: Path) -> None:
+    one, copy, other = (tmp_path / f"{name}.pt" for name in ("one", "copy", "other"))
+    for path, content in ((one, b"1"), (copy, b"1"), (other, b"2")):
+        path.write_bytes(content)
+    found = [weights_identity(str(path), None, None).digest for path in (one, copy, other)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_weights_of_a_hub_are_known_by_their_commit() -> None:
+    commit, other = "a" * 40, "b" * 40
+    assert weights_identity("org/model", "main", commit) == Weights(f"org/model@{commit}".encode())
+    assert weights_identity("org/model", other, None) == Weights(f"org/model@{other}".encode())
+    assert weights_identity("org/model", "main", None).alone.startswith("the weights of org/model")
+    assert weights_identity("org/model", None, None).alone != ""
+
+
+# --- LoRA -------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_known_by_name_weights_and_configuration(weights: Callable[..., str]) -> None:
+    found = {
+        lora_identity("a", weights("one", b"1")),
+        lora_identity("b", weights("one", b"1")),
+        lora_identity("a", weights("other", b"2")),
+        lora_identity("a", weights("alpha", b"1", '{"lora_alpha": 32}')),
+        lora_identity("a", weights("targets", b"1", '{"target_modules": ["q_proj"]}')),
+    }
+    assert len(found) == 5
+    assert lora_identity("a", weights("copy", b"1")) in found
+
+
+def test_an_adapter_that_is_written_again_is_read_again(weights: Callable[..., str]) -> None:
+    path = weights("one", b"1")
+    before = lora_identity("a", path)
+    weights("one", b"2")
+    changed = lora_identity("a", path)
+    weights("one", b"2", '{"lora_alpha": 32}')
+    assert len({before, changed, lora_identity("a", path)}) == 3
+
+
+@pytest.mark.parametrize("config", [None, "{", ""])
+def test_a_half_written_adapter_is_named(weights: Callable[..., str], config: str | None) -> None:
+    path = weights("one", b"1", config or "")
+    if config is None:
+        (Path(path) / "adapter_config.json").unlink()
+    with pytest.raises(UnsupportedError, match=path):
+        lora_identity("a", path)
+
+
+def test_an_adapter_that_is_not_local_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"org/adapter.*local folder"):
+        lora_identity("a", "org/adapter")
+
+
+# --- rope, tenants ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("config", "counts"),
+    ("config", "odd"),
     [
-        ({}, False),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, False),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, False),
-        ({"rope_parameters": {"rope_type": "longrope"}}, True),
-        ({"rope_scaling": {"type": "dynamic"}}, True),
+        ({}, None),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, None),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["longrope"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["dynamic"]),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, ["longrope"]),
+        ({"rope_scaling": {"type": "of next year"}}, ["of next year"]),
     ],
 )
-def test_the_served_length_counts_where_the_rope_depends_on_it(
-    config: dict[str, Any], counts: bool
+def test_engine_and_length_count_where_the_rope_depends_on_them(
+    config: dict[str, Any], odd: list[str] | None
 ) -> None:
-    assert rope_length(config, 4096) == (4096 if counts else None)
+    expected = None if odd is None else ["vllm", odd, 4096]
+    assert rope_rule(config, "vllm", 4096) == expected
 
 
 def test_namespaces_differ_by_lora_and_tenant() -> None:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 import subprocess
 import sys
 from array import array
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.errors import ConfigError
 from kvcore.model.keys import (
     Extra,
     KeyChain,
     Namespace,
     canonical_bytes,
-    fingerprint_files,
-    model_fingerprint,
     pack_tokens,
 )
 
@@ -231,7 +227,6 @@ KNOWN = {
     "namespace": "1bfa24a6776aa09663f36bbdef08db44",
     "plain": "7d8f92f5009acb390195c4b9c54b57c7",
     "extras": "faccff4dc2043aad808859dbfa0b582c",
-    "model": "938428d881f429c643d3a28beae53be1",
 }
 
 
@@ -242,7 +237,6 @@ def test_known_answers() -> None:
         "namespace": space.digest.hex(),
         "plain": KeyChain(Namespace("llama"), 16).extend(range(32))[1].hex(),
         "extras": chain[2].hex(),
-        "model": model_fingerprint({"hidden_size": 64, "eps": 1e-5}, "rev", "bfloat16").hex(),
     } == KNOWN
 
 
@@ -273,74 +267,3 @@ def test_the_secret_is_not_shown() -> None:
 def test_block_tokens_must_be_positive() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         KeyChain(BASE, 0)
-
-
-# -- fingerprints -------------------------------------------------------------------------------
-
-CONFIG = {"architectures": ["Llama"], "hidden_size": 64, "rope_scaling": {"factor": 8.0}}
-
-
-@pytest.mark.parametrize(
-    ("config", "weights", "dtype"),
-    [
-        ({**CONFIG, "hidden_size": 65}, "w", "bfloat16"),
-        ({**CONFIG, "rope_scaling": {"factor": 4.0}}, "w", "bfloat16"),
-        ({**CONFIG, "a_field_of_next_year": 1}, "w", "bfloat16"),
-        (CONFIG, "w2", "bfloat16"),
-        (CONFIG, "w", "fp8_e4m3"),
-    ],
-)
-def test_model_fingerprint_sees_what_changes_kv(
-    config: dict[str, object], weights: str, dtype: str
-) -> None:
-    assert model_fingerprint(config, weights, dtype) != model_fingerprint(CONFIG, "w", "bfloat16")
-
-
-def test_model_fingerprint_ignores_what_does_not() -> None:
-    noisy = {**CONFIG, "transformers_version": "9", "use_cache": False, "new_default": None}
-    assert model_fingerprint(noisy, "w", "bfloat16") == model_fingerprint(CONFIG, "w", "bfloat16")
-
-
-def write_weights(folder: Path, size: int = 5 << 20, seed: int = 0) -> Path:
-    folder.mkdir()
-    header = b'{"w":{"dtype":"U8"}}'
-    body = random.Random(seed).randbytes(size)
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + body)
-    return folder
-
-
-def test_fingerprint_of_files_is_that_of_their_content(tmp_path: Path) -> None:
-    one, two = write_weights(tmp_path / "one"), write_weights(tmp_path / "two")
-    (two / "README.md").write_text("not weights")
-    assert fingerprint_files(one) == fingerprint_files(two)
-    assert fingerprint_files(one) != fingerprint_files(write_weights(tmp_path / "3", seed=1))
-    assert fingerprint_files(one) != fingerprint_files(write_weights(tmp_path / "4", (5 << 20) + 1))
-    (two / "model.safetensors").rename(two / "other.safetensors")
-    assert fingerprint_files(one) != fingerprint_files(two)
-
-
-@pytest.mark.parametrize("offset", [9, 64, 100_000, -1])
-def test_fingerprint_sees_a_small_file_in_full(tmp_path: Path, offset: int) -> None:
-    folder = write_weights(tmp_path / "w", 1 << 20)
-    before = fingerprint_files(folder)
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
-    assert fingerprint_files(folder) != before
-
-
-def test_fingerprint_of_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no model weights"):
-        fingerprint_files(tmp_path)
-
-
-def test_unreadable_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_weights(tmp_path / "w", 10)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("bad sector")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(TierUnavailable, match="bad sector"):
-        fingerprint_files(folder)

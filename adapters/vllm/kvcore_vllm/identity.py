@@ -1,0 +1,230 @@
+"""What makes the KV of one vLLM engine differ from another's, as kvcore's list of ingredients.
+
+Leader and workers derive the same identity from the same configs. A worker's process may have
+loaded the model already, which changes the config that it holds: such fields are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvcore.model.identity import Weights, rope_rule, weights_identity
+from kvcore.model.ingredients import MediaIdentity, ModelIdentity, kv_fields, split_config
+from kvcore.model.weights import fingerprint_code, fingerprint_files
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["media_identity", "model_identity", "quantised_type"]
+
+_FILE_FORMATS = frozenset(
+    {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral"}
+)
+"""Ways to load that give the same tensors for one folder, or fail."""
+
+_OTHER_FILES = frozenset({"pt", "npcache", "sharded_state", "bitsandbytes", "gguf"})
+"""Ways that read other files of a folder, or read them otherwise."""
+
+_WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
+"""Fields that vLLM adds to a quantisation config while it loads the weights."""
+
+
+def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> ModelIdentity:
+    """Return what shapes all KV of the engine, whose layers have caches of ``specs``.
+
+    Raises UnsupportedError if the weights cannot be read.
+    """
+    model = vllm_config.model_config
+    text = model.hf_text_config.to_dict()
+    config, _ = split_config(*_configs(vllm_config))
+    weights, alone = _weights(vllm_config)
+    scales, unscaled = _kv_scales(vllm_config, specs[0])
+    return ModelIdentity(
+        config=config,
+        weights=weights.digest,
+        load=_load(vllm_config),
+        code=_code(vllm_config),
+        compute_dtype=str(model.dtype),
+        quantization=_quantization(vllm_config),
+        kv_dtype=_stored_type(vllm_config, specs[0]),
+        kv_scales=scales,
+        rope=rope_rule(text, "vllm", model.max_model_len),
+        windows=_windows(vllm_config, specs),
+        attention=_attention(vllm_config),
+        lora=_lora(vllm_config),
+        own=_own(vllm_config),
+        alone=tuple(why for why in (weights.alone, alone, unscaled) if why),
+    )
+
+
+def media_identity(vllm_config: VllmConfig) -> MediaIdentity:
+    """Return what shapes the KV of media, beside their content and the model."""
+    _, media = split_config(*_configs(vllm_config))
+    told = vllm_config.model_config.multimodal_config
+    names = ("mm_encoder_attn_dtype", "video_pruning_rate", "mm_device_do_normalize")
+    encoder = {name: getattr(told, name, None) for name in names}
+    if encoder["video_pruning_rate"]:
+        encoder["video_pruning_method"] = getattr(told, "video_pruning_method", None)
+    if path := getattr(told, "mm_encoder_fp8_scale_path", None):
+        encoder["scales"] = fingerprint_files(path)
+    return MediaIdentity(config=media, encoder=kv_fields(encoder))
+
+
+def _configs(vllm_config: VllmConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the checkpoint's config with its overrides, and its text model's."""
+    model = vllm_config.model_config
+    whole, text = model.hf_config.to_dict(), model.hf_text_config.to_dict()
+    for config in (whole, text):
+        told = config.get("quantization_config")
+        if isinstance(told, Mapping):
+            config["quantization_config"] = {
+                name: item for name, item in told.items() if name not in _WRITTEN_BY_WORKERS
+            }
+    return whole, text
+
+
+def _weights(vllm_config: VllmConfig) -> tuple[Weights, str]:
+    """Return the digest of the weights, and why the engine does not use them as they are."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    way = str(load.load_format)
+    remote = getattr(model, "model_weights", "") or ""
+    if way not in _FILE_FORMATS | _OTHER_FILES:
+        told = f"weights by load_format={way!r} are not those of the files: use 'auto'"
+        return Weights(f"{model.model} {remote}".encode()), told
+    if remote and not Path(remote).exists():
+        told = f"the weights at {remote} may change under that name: use a local folder"
+        return Weights(remote.encode()), told
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return weights_identity(remote or model.model, model.revision, commit), ""
+
+
+def _load(vllm_config: VllmConfig) -> str | None:
+    way = str(vllm_config.load_config.load_format)
+    return None if way in _FILE_FORMATS else way
+
+
+def _code(vllm_config: VllmConfig) -> object | None:
+    model = vllm_config.model_config
+    found: dict[str, object] = {}
+    if (way := str(getattr(model.model_impl, "value", model.model_impl))) != "auto":
+        found["model_impl"] = way
+    if overrides := getattr(model, "model_class_overrides", None):
+        found["classes"] = kv_fields(overrides)
+    if model.trust_remote_code:
+        folder = Path(model.model)
+        remote = f"{model.code_revision or model.revision}".encode()
+        found["files"] = fingerprint_code(folder) if folder.is_dir() else remote
+    return found or None
+
+
+def _quantization(vllm_config: VllmConfig) -> object | None:
+    model = vllm_config.model_config
+    if model.quantization is None and not model.quantization_config:
+        return None
+    told = model.quantization_config
+    if dataclasses.is_dataclass(told) and not isinstance(told, type):
+        told = dataclasses.asdict(told)
+    extra = vllm_config.load_config.model_loader_extra_config
+    return [str(model.quantization), kv_fields(told), kv_fields(extra or {})]
+
+
+def _windows(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> object | None:
+    """Return the windows of the layers' caches.
+
+    A pipeline stage knows its own layers only, so there the whole engine is named instead.
+    """
+    found = set()
+    for spec in specs:
+        for name in ("sliding_window", "attention_chunk_size"):
+            if window := getattr(spec, name, None):
+                found.add(f"{name}={window}")
+    model = vllm_config.model_config
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        window = model.get_sliding_window()
+        found = {f"pipeline={window}"} if window else set()
+    return sorted(found) or None
+
+
+def _attention(vllm_config: VllmConfig) -> object | None:
+    """Return the settings of attention that differ from their defaults and change its result."""
+    told = vllm_config.attention_config
+    plain = type(told)()
+    names = ("use_non_causal", "indexer_kv_dtype", "indexer_sparse_logits", "hisparse_config")
+    found = {name: getattr(told, name, None) for name in names}
+    return kv_fields({n: v for n, v in found.items() if v != getattr(plain, n, None)}) or None
+
+
+def _lora(vllm_config: VllmConfig) -> object | None:
+    """Return the settings that change what an adapter does, where they differ from the defaults."""
+    told = vllm_config.lora_config
+    if told is None:
+        return None
+    found: dict[str, object] = {}
+    if (dtype := str(told.lora_dtype)) not in ("auto", str(vllm_config.model_config.dtype)):
+        found["dtype"] = dtype
+    names = ("target_modules", "enable_tower_connector_lora")
+    shapes = ("enable_mixed_moe_lora_format", "enable_moe_shared_loras")
+    found |= {n: v for n in names + shapes if (v := getattr(told, n, None))}
+    return kv_fields(found) or None
+
+
+def _own(vllm_config: VllmConfig) -> object | None:
+    found: dict[str, object] = {}
+    if vllm_config.additional_config:
+        found["additional_config"] = kv_fields(vllm_config.additional_config)
+    media = vllm_config.model_config.multimodal_config
+    if media is not None and getattr(media, "language_model_only", False):
+        found["language_model_only"] = True
+    return found or None
+
+
+# -- the numbers of the cache -------------------------------------------------------------------
+
+
+def _stored_type(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """Return the name of the numbers in which KV is stored.
+
+    vLLM keeps every 8-bit format as bytes, so a quantised cache is named by its format as well.
+    The name is the same in the scheduler and in the workers: a checkpoint with a scheme for its
+    cache changes "auto" to "fp8" in the workers' config only.
+    """
+    mode = spec.kv_quant_mode.name
+    if mode == "NONE":
+        return str(spec.dtype)
+    return f"{spec.dtype} {mode} {quantised_type(str(vllm_config.cache_config.cache_dtype))}"
+
+
+def quantised_type(cache_dtype: str) -> str:
+    """Return the torch name of the 8-bit numbers that vLLM means by ``cache_dtype``.
+
+    A name that stands for no such type is returned as it is.
+    """
+    from vllm.platforms import current_platform
+
+    e4m3 = str(current_platform.fp8_dtype())  # of ROCm's two formats, the one of this GPU
+    named = {"auto": e4m3, "fp8": e4m3, "fp8_e4m3": e4m3, "fp8_e5m2": "torch.float8_e5m2"}
+    return named.get(cache_dtype, cache_dtype)
+
+
+def _kv_scales(vllm_config: VllmConfig, spec: AttentionSpec) -> tuple[object | None, str]:
+    """Return what decides the scales of quantised KV beside the weights, and why it is unknown."""
+    if spec.kv_quant_mode.name == "NONE":
+        return None, ""
+    cache = vllm_config.cache_config
+    backend = vllm_config.attention_config.backend
+    found = {
+        "engine": "vllm",
+        "backend": getattr(backend, "name", None),
+        "plain layers": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
+    }
+    if getattr(cache, "calculate_kv_scales", False):
+        return (
+            found,
+            "calculate_kv_scales takes the scales of KV from the first prompt: turn it off",
+        )
+    return found, ""
