@@ -17,7 +17,7 @@ ROWS = [
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
-def tests_in(file: Path) -> set[str]:
+def names_in(file: Path) -> set[str]:
     nodes = ast.walk(ast.parse(file.read_text()))
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     return {name for name in functions if name.startswith("test_")}
@@ -33,11 +33,11 @@ def test_every_promise_names_tests_that_exist() -> None:
         assert len(row) == 3, row
         assert NAMED.findall(row[-1]), f"no test is named: {row}"
     for file, test in sorted(named()):
-        assert test in tests_in(ROOT / "tests" / file), f"{file} has no {test}"
+        assert test in names_in(ROOT / "tests" / file), f"{file} has no {test}"
 
 
 def test_every_attack_of_the_suite_is_on_the_page() -> None:
     suite = sorted((ROOT / "tests" / "adversary").glob("test_*.py"))
     assert suite
-    attacks = {(f"adversary/{file.name}", test) for file in suite for test in tests_in(file)}
+    attacks = {(f"adversary/{file.name}", test) for file in suite for test in names_in(file)}
     assert not attacks - named()
