@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvcore._util.curve import lock_client
+from kvcore._util.curve import ClientKeys
 from kvcore._util.zmq_socket import Context, make_socket, zmq
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused, frames
@@ -68,7 +68,7 @@ class Link:
     def _connect(self) -> Any:
         socket = make_socket(self._context, zmq.DEALER)
         if self._address.startswith("tcp://") and self._config.keys is not None:
-            lock_client(socket, self._config.keys)
+            ClientKeys.read(self._config.keys).lock(socket)
         socket.connect(self._address)
         return socket
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
-from kvcore._util.curve import client_keys, curve_key
+from kvcore._util.curve import client_names, curve_key
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.config import Config
@@ -405,7 +405,7 @@ class Server:
 
 def _admins(names: list[str], folder: Path) -> frozenset[str]:
     """Return the keys of the clients ``names``. Raises ConfigError for one without a key."""
-    keys = client_keys(folder)
+    keys = client_names(folder)
     if missing := set(names) - set(keys.values()):
         raise ConfigError(
             f"server.admins names {sorted(missing)}, who have no key in {folder}; supported are "
