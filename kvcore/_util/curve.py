@@ -14,11 +14,11 @@ import logging
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.errors import ConfigError
 
-__all__ = ["Guard", "client_keys", "curve_key", "lock_client", "make_keys"]
+__all__ = ["ClientKeys", "Guard", "client_names", "curve_key", "make_keys"]
 
 _log = logging.getLogger("kvcore.curve")
 
@@ -67,7 +67,7 @@ class Guard:
         from zmq.utils import z85
 
         self._public, self._secret = _load(folder / "server.key_secret")
-        self._admitted = {z85.decode(key.encode()) for key in client_keys(folder)}
+        self._admitted = {z85.decode(key.encode()) for key in client_names(folder)}
         self._ended = threading.Event()
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -111,22 +111,34 @@ class Guard:
         return [b"1.0", number, b"400", b"unknown key", b"", b""]
 
 
-def lock_client(socket: Any, folder: Path) -> None:
-    """Talk only to the server whose key is in ``folder``, with the first client's keys found there.
+class ClientKeys(NamedTuple):
+    """A client's key pair, and the public key of the server that it talks to."""
 
-    Raises ConfigError if a key is missing.
-    """
-    secrets = sorted((folder / CLIENTS).glob("*.key_secret"))
-    if not secrets:
-        raise ConfigError(
-            f"{folder / CLIENTS} holds no client's keys (*.key_secret): make them with "
-            "`kvcore server --keygen FOLDER`"
-        )
-    socket.curve_serverkey = _load(folder / "server.key")[0]
-    socket.curve_publickey, socket.curve_secretkey = _load(secrets[0])
+    public: bytes
+    secret: bytes
+    server: bytes
+
+    @classmethod
+    def read(cls, folder: Path) -> ClientKeys:
+        """Read the first client's pair that is found in ``folder``.
+
+        Raises ConfigError if a key is missing.
+        """
+        secrets = sorted((folder / CLIENTS).glob("*.key_secret"))
+        if not secrets:
+            raise ConfigError(
+                f"{folder / CLIENTS} holds no client's keys (*.key_secret): make them with "
+                "`kvcore server --keygen FOLDER`"
+            )
+        return cls(*_load(secrets[0]), _load(folder / "server.key")[0])
+
+    def lock(self, socket: Any) -> None:
+        """Have a socket, which is not connected yet, talk only to the server."""
+        socket.curve_serverkey = self.server
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
 
-def client_keys(folder: Path) -> dict[str, str]:
+def client_names(folder: Path) -> dict[str, str]:
     """Return the name of each client in ``folder`` by its public key in text form."""
     return {_load(file)[0].decode(): file.stem for file in (folder / CLIENTS).glob("*.key")}
 

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import tempfile
@@ -45,6 +46,7 @@ _BEATS = (b"\x04PING", b"\x04PONG")
 class Limits(NamedTuple):
     """What clients may send: ``message`` bytes in one message, ``total`` in one connection.
 
+    At most ``connections`` are open, and no more than take 3/8 of the process's open files.
     The parts of a message count 64 bytes each in addition. ``total`` leaves heartbeats out, and is
     for sockets that only subscribers connect to.
     """
@@ -143,6 +145,8 @@ class Gate:
         ``*`` is every address, or any free port. Raises OSError if the address cannot be bound.
         """
         self._limits = limits
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a connection takes three
+        self._most = min(limits.connections, files // 8 if files > 0 else limits.connections)
         self._logged = LogLimit()
         self._open = 0
         listening = _listen(address)
@@ -181,7 +185,7 @@ class Gate:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= self._limits.connections:
+        if self._open >= self._most:
             self._warn(writer, f"{self._open} connections are open, which is the limit")
             writer.transport.abort()
             return

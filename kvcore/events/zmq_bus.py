@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvcore._util.curve import lock_client
+from kvcore._util.curve import ClientKeys
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.config.schema_cluster import is_bound
 from kvcore.errors import ConfigError, FormatError
@@ -94,7 +94,7 @@ class ZmqOutlet:
         if is_bound(endpoint):
             return self._entrance.listen(self._pub, endpoint.removeprefix("@"), _SUBSCRIBERS)
         if keys is not None:
-            lock_client(self._pub, keys)
+            ClientKeys.read(keys).lock(self._pub)
         self._pub.connect(endpoint)
         return endpoint
 
@@ -214,7 +214,7 @@ class ZmqSource:
     ) -> None:
         """Connect without waiting for the publisher. Raises ConfigError if a key is missing."""
         self._context = Context()
-        self._keys = keys
+        self._keys = None if keys is None else ClientKeys.read(keys)
         self._sub = self._socket(zmq.SUB)
         self._sub.rcvhwm = 100_000  # batches
         self._sub.subscribe(topic.encode())
@@ -245,7 +245,7 @@ class ZmqSource:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         if self._keys is not None:
-            lock_client(socket, self._keys)
+            self._keys.lock(socket)
         return socket
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvcore._util.curve import lock_client
+from kvcore._util.curve import ClientKeys
 from kvcore._util.zmq_socket import (
     IPC,
     Context,
@@ -84,7 +84,7 @@ class Link:
             self._connect_local(socket)
             return socket
         if self._config.keys is not None:
-            lock_client(socket, self._config.keys)
+            ClientKeys.read(self._config.keys).lock(socket)
         socket.connect(self._address)
         return socket
 

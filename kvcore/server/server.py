@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore import __version__
-from kvcore._util.curve import client_keys, curve_key
+from kvcore._util.curve import client_names, curve_key
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.zmq_socket import (
     Context,
@@ -423,7 +423,7 @@ class Server:
 
 def _admins(names: list[str], folder: Path) -> frozenset[str]:
     """Return the keys of the clients ``names``. Raises ConfigError for one without a key."""
-    keys = client_keys(folder)
+    keys = client_names(folder)
     if missing := set(names) - set(keys.values()):
         raise ConfigError(
             f"server.admins names {sorted(missing)}, who have no key in {folder}; supported are "

@@ -32,13 +32,15 @@ class Stranger:
 
     def ready(self, kind: bytes = b"DEALER", **more: bytes) -> Stranger:
         """End the handshake of one without keys. ``more`` are properties of the connection."""
-        self.socket.recv(64, socket.MSG_WAITALL)  # libzmq stalls if everything comes at once
+        self.socket.recv(64, socket.MSG_WAITALL)
         said = {b"Socket-Type": kind, **{key.encode(): value for key, value in more.items()}}
         properties = b"".join(
             bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
             for name, value in said.items()
         )
         self.socket.sendall(frame(b"\x05READY" + properties, COMMAND))
+        _, size = self.socket.recv(2, socket.MSG_WAITALL)  # a message before this is an error
+        self.socket.recv(size, socket.MSG_WAITALL)
         return self
 
     def flood(self, piece: bytes, nbytes: int) -> int:

@@ -92,13 +92,15 @@ def read_options(kind: type[Options], context: TierContext) -> Options:
 
 
 def _explain(kind: type[StoreOptions], item: Any) -> str:
+    cause = item.get("ctx", {}).get("error")
+    if not item["loc"] and isinstance(cause, ConfigError):  # of several options together
+        return str(cause)
     name = str(item["loc"][0]) if item["loc"] else ""
     known = kind.model_fields
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         advice = f"did you mean {close[0]}?" if close else f"supported are {', '.join(known)}"
         return f"{name or item['msg']}: there is no such option; {advice}"
-    cause = item.get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):
         return f"{name}: {cause}"
     if item["type"] == "missing":

@@ -131,6 +131,7 @@ def test_an_answer_that_is_not_whole_is_none(
     made = Telling(outlet)
     consumer = source(server, "short")
     until(lambda: bool(consumer.ask(SNAPSHOT, LIMIT_S)), "no answer came")
+
     async def nothing_but_the_count(client: Any, reply: str, messages: Sequence[Message]) -> None:
         await client.publish(reply, b"", headers={nats_bus.COUNT: str(len(messages))})
 
@@ -206,7 +207,9 @@ def test_no_server_is_named() -> None:
         NatsOutlet("nats://127.0.0.1:1", "KVCORE", "a.b")
 
 
-@pytest.mark.parametrize("reply", ["kvcore.events.other", "kvcore.ask.other", "_INBOX.*", "INBOX.a"])
+@pytest.mark.parametrize(
+    "reply", ["kvcore.events.other", "kvcore.ask.other", "_INBOX.*", "INBOX.a"]
+)
 def test_an_answer_goes_to_an_inbox_and_nowhere_else(server: Server, reply: str) -> None:
     """An asker that names another publisher's topic would have its events forged by this one."""
     made = Telling(NatsOutlet(url(server), "KVCORE", "mine"))

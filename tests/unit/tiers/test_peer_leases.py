@@ -160,19 +160,42 @@ def test_of_a_chain_its_end_is_evicted_first() -> None:
 
 def test_leases_are_bounded_and_folders_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LEASES", 3)
+    monkeypatch.setattr(module, "PEER_LEASES", 2)
     lent, clock = make()
     put(lent, "kvcore/m/h0-1/k", 8)
     put(lent, "kvcore/m/h0-1/l", 8)
     assert lent.folders == ["kvcore/m/h0-1"]
-    for _ in range(3):
-        lent.lease(["kvcore/m/h0-1/k"])
-    assert lent.lease(["nothing"]).lease == 0, "nothing is held by that"
-    with pytest.raises(CapacityError):
-        lent.lease(["kvcore/m/h0-1/k"])
+    for peer in ("a", "a", "b"):
+        lent.lease(["kvcore/m/h0-1/k"], peer)
+    assert lent.lease(["nothing"], "a").lease == 0, "nothing is held by that"
+    for peer, why in (("a", "2 leases of this node"), ("c", "3 in all")):
+        with pytest.raises(CapacityError, match=why):
+            lent.lease(["kvcore/m/h0-1/k"], peer)
+    assert lent.lease(["kvcore/m/h0-1/k"]).lease, "the node itself"
     clock.now += LEASE_S
+    assert lent.lease(["kvcore/m/h0-1/k"], "a").lease
     assert lent.lease(["kvcore/m/h0-1/k"]).lease
     lent.remove(["kvcore/m/h0-1/k", "kvcore/m/h0-1/l"])
     assert lent.folders == []
+
+
+def test_a_node_pins_a_part_of_the_memory_and_ends_only_its_own_leases() -> None:
+    lent, clock = make(1024)
+    names = [f"f/{n}" for n in range(4)]
+    assert all(put(lent, name, 256) for name in names)
+    granted = lent.lease(names, "a")
+    assert [place is not None for place in granted.places] == [True, True, True, False]
+    assert lent.lease(names, "a").lease == 0, "it holds what one node may"
+    assert lent.lease(names, "b").lease, "another may lease the same"
+    assert put(lent, "f/new", 256), "there is room that nobody pins"
+    for other in ("b", "", None):
+        assert not lent.end(granted.lease, other)
+    lent.check_integrity()
+    assert lent.end(granted.lease, "a")
+    assert lent.lease(names, "a").lease
+    clock.now += LEASE_S
+    assert lent.lease(names[:3], "a").lease, "what has expired counts no more"
+    lent.check_integrity()
 
 
 def test_freed_spans_are_joined() -> None:

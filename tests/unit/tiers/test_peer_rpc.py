@@ -231,4 +231,6 @@ def test_addresses_are_checked() -> None:
     for wrong in ("node", "node:0", "node:5-4", "tcp://node:1", "node:1-900", "a b:1", "n:99999"):
         with pytest.raises(ConfigError):
             addresses(wrong)
-    assert PeerOptions(listen="0.0.0.0:7801").address(2) == "tcp://0.0.0.0:7803"
+    assert (
+        PeerOptions(listen="0.0.0.0:7801", trusted_network=True).address(2) == "tcp://0.0.0.0:7803"
+    )

@@ -80,6 +80,8 @@ class Agent(NixlAgent):
                 raise TierUnavailable(f"NIXL cannot reach {agent}: {say(error)}") from error
             name = added.decode() if isinstance(added, bytes) else str(added)
             if name != agent:
+                with suppress(*self._errors):
+                    self._agent.remove_remote_agent(name)
                 raise TierUnavailable(f"{agent} sent the metadata of {name}")
             self._known.add(agent)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +22,10 @@ from kvcore.tiers.remote.peer.messages import folder_of
 
 MAX_LEASES = 1024
 """Most leases at a time; a reader holds one per request in flight."""
+PEER_LEASES = 512
+"""Most leases of one node."""
+PEER_SHARE = 0.75
+"""Share of the memory that one node may lease; a value beyond it is absent for that node."""
 
 _ALIGN = 64
 
@@ -89,6 +93,7 @@ class _Value:
 class _Lease(NamedTuple):
     until: float
     values: list[_Value]
+    peer: str | None
 
 
 class LeaseGrant(NamedTuple):
@@ -124,6 +129,8 @@ class LentMemory:
         self._leases: dict[int, _Lease] = {}  # sorted by expiry
         self._folders: dict[str, int] = {}
         self._next = 1
+        self._held: Counter[str] = Counter()  # leases by node
+        self._pinned: Counter[str] = Counter()  # bytes leased by node; shared ones count for each
 
     # -- the owner --------------------------------------------------------------------------
 
@@ -172,36 +179,41 @@ class LentMemory:
             self._use(names)
             return [name in self._values for name in names]
 
-    def lease(self, names: Sequence[str]) -> LeaseGrant:
+    def lease(self, names: Sequence[str], peer: str | None = None) -> LeaseGrant:
         """Keep values in place until `end`, at most for ``lease_s`` seconds.
 
-        Raises CapacityError if too many leases are held.
+        ``peer`` is the reader, None for this node itself, which is not bounded. Raises
+        CapacityError if it holds too many leases, or all do.
         """
         with self._lock:
             self._expire()
             self._use(names)
-            found = [self._values.get(name) for name in names]
+            found = self._within_share([self._values.get(name) for name in names], peer)
             values = [value for value in found if value is not None]
             if not values:
                 return LeaseGrant(0, [None] * len(names))
-            if len(self._leases) >= MAX_LEASES:
-                raise CapacityError(f"{MAX_LEASES} leases are held, which is the limit")
+            if peer is not None:
+                self._check_count(peer)
             for value in values:
                 value.readers += 1
             number, self._next = self._next, self._next + 1
-            self._leases[number] = _Lease(self._clock() + self.lease_s, values)
+            self._leases[number] = _Lease(self._clock() + self.lease_s, values, peer)
+            if peer is not None:
+                self._held[peer] += 1
+                self._pinned[peer] += sum(value.span.nbytes for value in values)
             return LeaseGrant(
                 number, [None if v is None else Span(v.span.start, v.nbytes) for v in found]
             )
 
-    def end(self, lease: int) -> bool:
-        """End a lease. Returns True if it was valid until now."""
+    def end(self, lease: int, peer: str | None = None) -> bool:
+        """End a lease of this reader. Returns True if it was valid until now."""
         with self._lock:
             self._expire()
-            held = self._leases.pop(lease, None)
-            if held is not None:
-                self._release(held)
-            return held is not None
+            held = self._leases.get(lease)
+            if held is None or held.peer != peer:
+                return False
+            self._release(self._leases.pop(lease))
+            return True
 
     def view(self, place: Span) -> memoryview:
         """Return the bytes of a value. The caller must hold a lease of it."""
@@ -234,8 +246,28 @@ class LentMemory:
                 end += span.nbytes
             assert end == self._spans.nbytes
             assert sum(self._folders.values()) == len(self._values)
+            theirs = [lease for lease in self._leases.values() if lease.peer is not None]
+            assert self._held == Counter(lease.peer for lease in theirs), "leases by node"
 
     # -- inside, with the lock ----------------------------------------------------------------
+
+    def _within_share(self, found: list[_Value | None], peer: str | None) -> list[_Value | None]:
+        """Return the values without those beyond what this reader may lease."""
+        if peer is None:
+            return found
+        room = int(self._spans.nbytes * PEER_SHARE) - self._pinned[peer]
+        granted: list[_Value | None] = []
+        for value in found:
+            room -= 0 if value is None else value.span.nbytes
+            granted.append(value if room >= 0 else None)
+        return granted
+
+    def _check_count(self, peer: str) -> None:
+        if self._held[peer] >= PEER_LEASES or self._held.total() >= MAX_LEASES:
+            raise CapacityError(
+                f"{self._held[peer]} leases of this node and {self._held.total()} in all are held; "
+                f"the limits are {PEER_LEASES} and {MAX_LEASES}"
+            )
 
     def _use(self, names: Sequence[str]) -> None:
         for name in reversed(names):
@@ -271,6 +303,9 @@ class LentMemory:
             self._release(self._leases.pop(first))
 
     def _release(self, lease: _Lease) -> None:
+        if lease.peer is not None:
+            self._held -= Counter({lease.peer: 1})
+            self._pinned -= Counter({lease.peer: sum(v.span.nbytes for v in lease.values)})
         for value in lease.values:
             value.readers -= 1
             if value.gone and not value.readers:

@@ -25,8 +25,11 @@ HEADER = _NAME + struct.pack("<I", PROTOCOL)
 MAX_NAMES = 1024
 """Most names in one message; a longer request is sent as several messages."""
 
+MAX_REQUEST = 256 << 10
+"""Largest request in bytes, all its frames together: `MAX_NAMES` of the longest names fit."""
+
 MAX_MESSAGE = 1 << 20
-"""Largest message in bytes; ZeroMQ drops the connection of a peer that sends a larger one."""
+"""Largest frame of an answer in bytes; ZeroMQ drops the connection of a node that sends more."""
 
 MAX_FOLDERS = 8
 """Most folders that a node reports: one per model and part of its heads, so usually one."""

@@ -11,16 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvcore._util.circuit_breaker import Breaker
+from kvcore._util.curve import ClientKeys, curve_key
 from kvcore._util.log_limit import LogLimit
-from kvcore._util.zmq_socket import Context, make_socket, zmq
+from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
 from kvcore.tiers.remote.peer.leases import LentMemory
 from kvcore.tiers.remote.peer.messages import (
     MAX_FOLDERS,
     MAX_MESSAGE,
+    MAX_REQUEST,
     Done,
     Ended,
     Find,
@@ -49,6 +52,11 @@ _LINGER_S = 5.0
 Their readers then learn that the lease has expired, instead of waiting until they time out.
 """
 _IDLE_SOCKETS = 16
+_QUEUED = 8
+"""Requests of one connection that wait. libzmq can stall with 2."""
+KNOWN = Limits(connections=4096, message=MAX_REQUEST)
+UNKNOWN = Limits(connections=256, message=MAX_REQUEST)
+"""Without keys: 512 MiB of requests at most, if every connection is a stranger's."""
 MAX_GUESTS = 64
 """Most nodes outside the list that are remembered, with their connections."""
 _MAX_PAUSE_S = 30.0
@@ -70,20 +78,29 @@ class PeerServer:
         base: int,
         meet: Callable[[], tuple[str, bytes]],
         progress: Callable[[], None] = lambda: None,
+        *,
+        keys: Path | None = None,
     ) -> None:
-        """Listen at ``address``, tcp://HOST:PORT. Raises TierUnavailable if it cannot be bound."""
+        """Listen at ``address``, tcp://HOST:PORT.
+
+        With ``keys``, a folder of CURVE keys, only their owners are heard, and each key is a node.
+        Without them all who reach the address count as one node. Raises TierUnavailable if the
+        address cannot be bound, ConfigError for keys that cannot be used.
+        """
         self._lent = lent
         self._base = base
         self._meet = meet
         self._progress = progress
         self._limit = LogLimit()
-        self._context = Context()
-        self._socket = _bounded(self._context, zmq.ROUTER)
+        self._curve = keys is not None
+        context = Context()
+        self._entrance = Entrance(context, keys)
+        self._socket = make_socket(context, zmq.ROUTER, message=MAX_REQUEST, queued=_QUEUED)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            self._entrance.listen(self._socket, address, KNOWN if self._curve else UNKNOWN)
+        except OSError as error:
             self._socket.close()
-            self._context.term()
+            self._entrance.close()
             raise TierUnavailable(
                 f"cannot listen at {address} for other nodes ({error}): set `listen` to a free port"
             ) from error
@@ -107,13 +124,15 @@ class PeerServer:
     def _serve(self) -> None:
         while not self._closed.is_set():
             if self._socket.poll(_TICK_MS):
-                sender, *parts = self._socket.recv_multipart()
+                sender, *parts = self._socket.recv_multipart(copy=False)
+                peer = curve_key(parts[-1]) if self._curve and parts else ""
+                reply = frames(self._reply([part.bytes for part in parts], peer))
                 try:
-                    self._socket.send_multipart([sender, *frames(self._reply(parts))], zmq.NOBLOCK)
+                    self._socket.send_multipart([sender.bytes, *reply], zmq.NOBLOCK)
                 except zmq.ZMQError as error:
                     _log.debug("an answer to another node could not be sent: %s", error)
         self._socket.close()
-        self._context.term()
+        self._entrance.close()
 
     def _serve_reads(self) -> None:
         read_until = 0.0
@@ -132,11 +151,12 @@ class PeerServer:
                     _log.exception("serving other nodes' reads of this node's memory failed")
             time.sleep(_PAUSE_S)
 
-    def _reply(self, parts: list[bytes]) -> Reply:
+    def _reply(self, parts: list[bytes], peer: str) -> Reply:
         try:
-            return self._answer(decode_request(parts))
+            return self._answer(decode_request(parts), peer)
         except (FormatError, CapacityError) as error:
-            _log.warning("a request of another node is refused: %s", error)
+            if self._limit.admit("refused") is not None:
+                _log.warning("a request of another node is refused: %s", error)
             return Refused(str(error)[:1000])
         except KVCoreError as error:
             return Refused(str(error)[:1000])
@@ -144,23 +164,23 @@ class PeerServer:
             _log.exception("a request of another node could not be answered")
             return Refused("internal error of the node that was asked: see its log")
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, request: Request, peer: str) -> Reply:
         lent = self._lent
         if isinstance(request, Find):
             return Found(bytes(lent.exists(request.names)), self._folders)
         if isinstance(request, Lease):
-            return self._lease(request)
+            return self._lease(request, peer)
         if isinstance(request, Done):
-            return Ended(lent.end(request.lease))
+            return Ended(lent.end(request.lease, peer))
         if isinstance(request, Remove):
             lent.remove(request.names)
             return Removed(self._folders)
         assert isinstance(request, Meet)
         return Met(*self._meet())
 
-    def _lease(self, request: Lease) -> Leased:
+    def _lease(self, request: Lease, peer: str) -> Leased:
         agent, _ = self._meet()
-        number, spans = self._lent.lease(request.names)
+        number, spans = self._lent.lease(request.names, peer)
         self._leased.set()
         places = [span and (self._base + span.start, span.nbytes) for span in spans]
         return Leased(number, self._lent.lease_s, agent, places, self._folders)
@@ -192,9 +212,19 @@ class Peers:
     """
 
     def __init__(
-        self, addresses: Iterable[str], timeout_s: float, own: Collection[str] = ()
+        self,
+        addresses: Iterable[str],
+        timeout_s: float,
+        own: Collection[str] = (),
+        *,
+        keys: Path | None = None,
     ) -> None:
+        """With ``keys``, a folder of CURVE keys, only nodes that hold its server's secret are heard.
+
+        Raises ConfigError for keys that cannot be used.
+        """
         self._timeout_s = timeout_s
+        self._keys = None if keys is None else ClientKeys.read(keys)
         self.own = frozenset(own)
         self._context = Context()
         self._lock = threading.Lock()
@@ -294,8 +324,10 @@ class Peers:
             node.breaker.started()
             socket = node.idle.pop() if node.idle else None
         if socket is None:
-            socket = _bounded(self._context, zmq.DEALER)
+            socket = make_socket(self._context, zmq.DEALER, message=MAX_MESSAGE)
             try:
+                if self._keys is not None:
+                    self._keys.lock(socket)
                 socket.connect(address)
             except (zmq.ZMQError, ValueError) as error:
                 socket.close()
@@ -340,9 +372,3 @@ def _close_idle(node: _Node) -> None:
     for socket in node.idle:
         socket.close()
     node.idle.clear()
-
-
-def _bounded(context: Any, kind: int) -> Any:
-    socket = make_socket(context, kind)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
-    return socket

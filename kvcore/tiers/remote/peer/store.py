@@ -21,9 +21,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from kvcore.config.fields import Seconds, Size, parse_size
+from kvcore.config.fields import FolderPath, Seconds, Size, parse_size
+from kvcore.config.network import check_open
 from kvcore.errors import (
     BlockMissing,
     CapacityError,
@@ -102,8 +103,21 @@ class PeerOptions(StoreOptions):
     known_by = ()  # one store, whichever nodes there are
 
     listen: str = Field(
-        default="0.0.0.0:7801",
-        description="HOST:PORT at which rank 0 answers other nodes. Rank N listens at PORT + N.",
+        default="127.0.0.1:7801",
+        description="HOST:PORT at which rank 0 answers other nodes. Rank N listens at PORT + N. An "
+        "address that other hosts reach needs `keys` or `trusted_network`.",
+    )
+    keys: FolderPath | None = Field(
+        default=None,
+        description="Folder of CURVE keys, made by `kvcore server --keygen FOLDER`. Every node has "
+        "the folder's server keys and a client pair of its own, and hears only nodes whose public "
+        "keys are in it.",
+    )
+    trusted_network: bool = Field(
+        default=False,
+        description="Listen without keys at an address that other hosts reach, because a firewall "
+        "or a network policy admits only kvcore's nodes. Whoever else connects can read KV, and "
+        "make nodes delete it.",
     )
     advertise: Annotated[str, Field(pattern=r"^([^\s:/]+|\[[0-9a-fA-F:]+\])$")] | None = Field(
         default=None,
@@ -142,6 +156,11 @@ class PeerOptions(StoreOptions):
         if len(addresses(text)) != 1:
             raise ConfigError(f"given {text!r}; supported is the HOST:PORT of rank 0")
         return text
+
+    @model_validator(mode="after")
+    def _strangers_are_kept_out(self) -> PeerOptions:
+        check_open("listen", self.listen, self.keys, self.trusted_network)
+        return self
 
     @field_validator("peers")
     @classmethod
@@ -223,11 +242,16 @@ class PeerStore(BlockStore):
             self._memory = Pages(max(options.lend, 1))
             self.lent = LentMemory(self._memory.view[: options.lend], lease_s=options.lease_s)
             self._server = PeerServer(
-                own[0], self.lent, self._memory.address, self._introduce, self._progress
+                own[0],
+                self.lent,
+                self._memory.address,
+                self._introduce,
+                self._progress,
+                keys=options.keys,
             )
         listed = [] if isinstance(options.peers, str) else options.peers
         every = [address for text in listed for address in addresses(text)]
-        self.peers = Peers(every, options.timeout_s, own)
+        self.peers = Peers(every, options.timeout_s, own, keys=options.keys)
 
     def join(self, cluster: ClusterConfig | None) -> None:
         """Start discovery of the other nodes if ``peers`` is "etcd". Does no I/O on this thread.
