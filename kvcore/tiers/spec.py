@@ -82,6 +82,7 @@ class PreparedTier:
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
         node: the address at which others find this engine's blocks, if each engine keeps its own.
+        torn: records that were found and dropped, because they were damaged or forged.
         record_clear: records durably that the blocks of a namespace (None: of all) are cleared,
             and returns at once. It is for a tier that outlives the engine. The ranks also erase
             the blocks, but an engine that is killed does not get that far.
@@ -94,6 +95,7 @@ class PreparedTier:
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
+    torn: int = 0
     record_clear: Callable[[bytes | None], None] | None = None
 
 
