@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from kvcore.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     from kvcore.tiers.disk.scrub import StoreReport, StoreState
+    from kvcore.tiers.guard import BlockGuard
 
 __all__ = ["Found", "as_json", "as_table", "exit_code", "run"]
 
@@ -43,14 +44,19 @@ class Found(NamedTuple):
     erased: bool
 
 
-def run(path: Path, erase: bool, done: Callable[[int], object]) -> Found:
-    """Verify every store and segment file under ``path``. Blocks.
+def run(
+    path: Path,
+    erase: bool,
+    done: Callable[[int], object],
+    guards: Sequence[BlockGuard] = (),
+) -> Found:
+    """Verify every store and segment file under ``path``, with these keys as well. Blocks.
 
     Raises ConfigError and TierUnavailable.
     """
     from kvcore.tiers.disk.scrub import scrub
 
-    stores = list(scrub(path, erase=erase, done=done))
+    stores = list(scrub(path, erase=erase, done=done, guards=guards))
     files = sorted(file for file in path.glob("segments-*") if file.suffix != ".new")
     return Found(path, stores, [_segments(file, erase) for file in files], erase)
 
@@ -138,9 +144,14 @@ def scrub_stores(
 ) -> None:
     """Read and verify every block on disk, while no engine runs there.
 
+    Blocks with a MAC, and encrypted ones, are verified with the settings' secret and key.
+
     Exit codes: 0 if all is whole, 1 if anything was damaged, 3 if a store is in use or unreadable.
     """
-    folder = path or load(file, assignments).disk.path
+    from kvcore.runtime.tiers import disk_guards
+
+    config = load(file, assignments)
+    folder = path or config.disk.path
     if folder is None:
         raise ConfigError("given no folder and no disk.path: name the folder of the disk tier")
     log.configure("error")
@@ -151,7 +162,7 @@ def scrub_stores(
             total[0] += nbytes
             status.update(f"read {format_size(total[0], exact=False)}")
 
-        found = run(folder, not keep, done)
+        found = run(folder, not keep, done, disk_guards(config))
     if in_json:
         typer.echo(as_json(found))
     else:

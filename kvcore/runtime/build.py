@@ -21,7 +21,7 @@ from kvcore.config import Config
 from kvcore.control.audit import AuditLog
 from kvcore.control.open import make_control, open_endpoint
 from kvcore.control.tenants import Tenants
-from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError, Mismatch, UnsupportedError
 from kvcore.events import Feed
 from kvcore.events.open import RunningPublisher, endpoints, open_events
 from kvcore.fusion.segments import SegmentBook, Segments
@@ -231,6 +231,9 @@ def build_manager(
     index = BlockIndex([host, *(found.spec for found in backings)])
     not_taken = {found.spec.name: _restore(index, found) for found in backings}
     metrics = Metrics("leader", enabled=config.metrics.enabled)
+    for found in backings:
+        if found.prepared.torn:
+            metrics.refused_block(found.spec.name, Mismatch.CORRUPT.value, found.prepared.torn)
     events = open_events(config, index, metrics, data_parallel_rank)
     feed = None if events is None else events.feed
     listener = _both(on_event, feed)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvcore.config import BackingConfig, Config
+from kvcore.config import BackingConfig, Config, read_key
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_tiers import DiskConfig
 from kvcore.errors import TierError, UnsupportedError
@@ -24,7 +24,7 @@ from kvcore.manager import Backing, WritePolicy
 from kvcore.plugins import PluginManager, PreparedTier, TierContext, TierPlugin
 from kvcore.tiers.base import Tier
 from kvcore.tiers.geometry import Geometry
-from kvcore.tiers.guard import key_of_secret
+from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac, key_of_secret
 from kvcore.transfer.graph import Path
 
 _log = logging.getLogger("kvcore.runtime.tiers")
@@ -56,6 +56,20 @@ def _settings(config: Config) -> Iterator[tuple[str, _TierSettings]]:
         yield DISK, _TierSettings(DISK, disk, options, mac_key if disk.authenticate else b"")
     for name, tier in sorted(config.tiers.items()):
         yield name, _TierSettings(tier.plugin, tier, tier.options, mac_key)
+
+
+def disk_guards(config: Config) -> list[BlockGuard]:
+    """Return what the disk tier of these settings protects blocks with, and has protected them.
+
+    Raises ConfigError, UnsupportedError.
+    """
+    disk, secret = config.disk, config.namespace.secret
+    found: list[BlockGuard] = []
+    if disk.encrypted:
+        found.append(BlockCipher(read_key(disk.key_env, disk.key_file)))
+    if secret:
+        found.append(BlockMac(key_of_secret(secret, "mac")))
+    return found
 
 
 @dataclass(frozen=True)

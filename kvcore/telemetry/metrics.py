@@ -161,7 +161,7 @@ SPECS = (
     MetricSpec(
         "kvcore_refused_blocks_total",
         Kind.COUNTER,
-        "Stored blocks that a worker refused: corrupt, forged, other (another block), truncated",
+        "Stored blocks that were refused: corrupt, forged, other (another block), truncated",
         ("tier", "reason"),
     ),
     MetricSpec(
@@ -306,9 +306,9 @@ class Metrics:
         """Count blocks whose bytes were not those written."""
         self._add("kvcore_corrupt_blocks_total", blocks, tier)
 
-    def refused_block(self, tier: str, reason: str) -> None:
-        """Count a stored block that is not the one asked for (`kvcore.errors.Mismatch`)."""
-        self._add("kvcore_refused_blocks_total", 1, tier, reason)
+    def refused_block(self, tier: str, reason: str, blocks: int = 1) -> None:
+        """Count stored blocks that are not those asked for (`kvcore.errors.Mismatch`)."""
+        self._add("kvcore_refused_blocks_total", blocks, tier, reason)
 
     def asked_store(self, tier: str, outcome: str) -> None:
         """Count a lookup in a remote store: "found", "absent", "late" or "failed"."""

@@ -4,6 +4,7 @@
     block key         HMAC-SHA256(key, "kvcore-disk-1 block" or "kvcore-mac-1 block" | nonce)
     IV                the first 12 bytes of the nonce
     associated data   what the record or header says, and where the block belongs
+    seal of a record  keyed BLAKE2b, 8 bytes
 
 `BlockCipher` encrypts with AES-256-GCM. `BlockMac` runs the same algorithm on an empty text, with
 the block appended to the associated data (GMAC): the block stays readable, and costs little more
@@ -16,6 +17,7 @@ blocks, of their parents and of namespaces stay readable. All of them are digest
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 from abc import ABC, abstractmethod
@@ -84,6 +86,7 @@ class BlockGuard(ABC):
             algorithms.AES(key), modes.GCM(iv)
         )
         self._invalid = InvalidTag
+        self._record_key = hmac.digest(key, self._label + b"record", "sha256")
         name = hmac.digest(key, self._label + b"key", "sha256")[:16].hex()
         self.name = f"{self._algorithm}/{name}"
 
@@ -111,6 +114,11 @@ class BlockGuard(ABC):
 
         If the result is False, the content of the buffers must not be used.
         """
+
+    def record_seal(self, body: bytes | memoryview) -> int:
+        """Return the 8 bytes of a MAC over a record, which is believed before its block is read."""
+        digest = hashlib.blake2b(body, digest_size=8, key=self._record_key).digest()
+        return int.from_bytes(digest, "little")
 
     def _for(self, nonce: bytes) -> Any:
         """Return the cipher (of `cryptography`) for one write."""

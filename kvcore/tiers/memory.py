@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcore.errors import CorruptBlock, Mismatch, TierError
 from kvcore.memory.buffers import nbytes_of
-from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier
+from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tier, is_asked_for
 
 
 class MemoryTier(Tier):
@@ -62,7 +62,7 @@ class MemoryTier(Tier):
             return refused
         with self._lock:
             record, data = self._blocks.get(request.slot, (None, b""))
-        if record is None or record.key != request.key:
+        if record is None or not is_asked_for(record, request):
             return CorruptBlock(
                 f"slot {request.slot} does not hold block {request.key.hex()}", Mismatch.OTHER
             )

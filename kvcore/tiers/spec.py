@@ -103,6 +103,7 @@ class PreparedTier:
         foreign: True if records may lie in slots beyond ``num_slots``. Those are only read.
         finder: asks a store that other hosts write to which blocks it holds.
         node: the address at which others find this engine's blocks, if each engine keeps its own.
+        torn: records that were found and dropped, because they were damaged or forged.
         clears: records clears durably. It is for a tier that outlives the engine.
     """
 
@@ -113,6 +114,7 @@ class PreparedTier:
     foreign: bool = False
     finder: Finder | None = None
     node: str = ""
+    torn: int = 0
     clears: ClearRecord | None = None
 
 

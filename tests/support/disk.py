@@ -45,7 +45,7 @@ def opened(
     path: Path, geometry: Geometry = GEOMETRY, capacity: int = ROOM, **options: Any
 ) -> Iterator[tuple[PreparedStore, DiskTier]]:
     """Yield the store and the tier of shard 0, opened as after a restart."""
-    store = prepare_store(path, geometry, capacity, wait_s=0)
+    store = prepare_store(path, geometry, capacity, wait_s=0, guard=options.get("guard"))
     tier = open_tier(store, geometry, **options)
     try:
         yield store, tier

@@ -7,8 +7,9 @@ from tools.troubles.entry import NOTHING, Trouble
 DISK = [
     Trouble(
         "%s: dropped records torn=%d beyond_data_or_of_other_size=%d",
-        "An engine was killed while it wrote, or the files were truncated. These blocks are lost.",
-        "Nothing after a crash. Otherwise check the disk.",
+        "An engine was killed while it wrote, the files were truncated, or somebody without the "
+        "secret or key changed the records. These blocks are lost.",
+        "Nothing after a crash. Otherwise check the disk, and who can write to the folder.",
     ),
     Trouble(
         "store %s is not used: %s",

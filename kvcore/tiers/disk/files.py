@@ -20,6 +20,7 @@ from kvcore.tiers.disk.aio import AioMover
 from kvcore.tiers.disk.format import EMPTY_RECORD, Record
 from kvcore.tiers.disk.io import Move, Mover, Outcome, Outcomes, ThreadMover
 from kvcore.tiers.geometry import RECORD_NBYTES
+from kvcore.tiers.guard import BlockGuard
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -135,8 +136,12 @@ class IndexFile:
     with EBADF after `close`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open the file. Create it if it is missing."""
+    def __init__(self, path: Path, guard: BlockGuard | None = None) -> None:
+        """Open the file. Create it if it is missing. ``guard`` seals the records, if there is one.
+
+        Raises TierUnavailable.
+        """
+        self._guard = guard
         try:
             self._file = Descriptor(open_file(path, os.O_RDWR | os.O_CREAT, adopt=True))
         except OSError as error:
@@ -150,11 +155,11 @@ class IndexFile:
     def get(self, slot: int) -> Record | None:
         """Return a slot's record; None if the slot is empty or its record is not valid."""
         with self._file as number:
-            return Record.unpack(os.pread(number, RECORD_NBYTES, slot * RECORD_NBYTES))
+            return Record.unpack(os.pread(number, RECORD_NBYTES, slot * RECORD_NBYTES), self._guard)
 
     def put(self, slot: int, record: Record) -> None:
         """Write a slot's record."""
-        self._write(slot, record.pack())
+        self._write(slot, record.pack(self._guard))
 
     def erase(self, slot: int, count: int = 1) -> None:
         """Mark ``count`` slots from ``slot`` on as empty."""

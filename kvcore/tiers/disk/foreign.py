@@ -18,7 +18,7 @@ from kvcore.memory.hugepages import Pages
 from kvcore.model.parts import Part
 from kvcore.tiers.base import BlockRead, SlotError, is_asked_for
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
-from kvcore.tiers.disk.format import shard_files
+from kvcore.tiers.disk.format import Record, shard_files
 from kvcore.tiers.geometry import Geometry
 from kvcore.tiers.guard import BlockGuard
 from kvcore.tiers.sharding import Run, cover, places, runs
@@ -72,7 +72,7 @@ class ForeignStore:
                 shape = geometry.shard_shape(number)
                 size, (data, index) = slot_bytes(shape), shard_files(folder, number)
                 blocks = DataFile(data, size, num_slots=None, direct_io=direct_io)
-                records, name = IndexFile(index), geometry.shard_name(number)
+                records, name = IndexFile(index, guard), geometry.shard_name(number)
                 self._shards.append(
                     _Shard(number, shape.nbytes, size, taken, blocks, records, name)
                 )
@@ -117,7 +117,7 @@ class ForeignStore:
         where = f"shard {shard.number} of slot {slot} of {self._name}"
         record = shard.records.get(slot)
         if record is None or record.nbytes != shard.nbytes or not is_asked_for(record, request):
-            raise not_held(where, request.key)
+            raise not_held(where, request.key, record)
         staging = Pages(shard.slot_nbytes).view
         ((_, got),) = shard.blocks.read([Piece(0, slot, [staging])])
         if isinstance(got, OSError):
@@ -131,9 +131,10 @@ class ForeignStore:
         return staging
 
 
-def not_held(where: str, key: bytes) -> CorruptBlock:
-    """Return the error for a slot whose record does not name the block that was asked for."""
-    return CorruptBlock(f"{where} does not hold block {key.hex()}", Mismatch.OTHER)
+def not_held(where: str, key: bytes, record: Record | None) -> CorruptBlock:
+    """Return the error for a slot with no valid record, or with one of another block."""
+    wrong = Mismatch.CORRUPT if record is None else Mismatch.OTHER
+    return CorruptBlock(f"{where} does not hold block {key.hex()}", wrong)
 
 
 def damaged(where: str, key: bytes, wrong: Mismatch) -> CorruptBlock:

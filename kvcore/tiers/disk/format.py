@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ class Record(NamedTuple):
     a sealed block have 16 bytes each. ``sum`` (`kvcore.memory.checksums.bound_to`; 0: none)
     verifies a plain block that was read straight into device memory. The record's own seal does not
     cover these three. If one of them is damaged, verification fails, and the block counts as
-    damaged.
+    damaged. With a ``guard`` that seal is a MAC, so that no tier believes a record that somebody
+    without the key has made.
     """
 
     key: bytes
@@ -69,12 +71,12 @@ class Record(NamedTuple):
     sum: int = 0
     flags: int = 0
 
-    def pack(self) -> bytes:
+    def pack(self, guard: BlockGuard | None = None) -> bytes:
         """Return the record's 128 bytes, with a seal over them."""
         body = self._body(self.checksum)
         pad = self.nonce + self.tag or _SUM.pack(self.sum) + _PAD[_SUM.size :]
         assert len(pad) == len(_PAD)
-        return body + pad + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+        return body + pad + _SEAL.pack(_seal_by(guard)(body))
 
     def associated_data(self, shard_name: bytes) -> bytes:
         """Return what a sealed block is bound to: all that is known before it is sealed."""
@@ -92,13 +94,14 @@ class Record(NamedTuple):
         if self.flags != (0 if guard is None else guard.flag):
             return Mismatch.FORGED
         if guard is None:
-            return None if self._fits(buffers) else Mismatch.CORRUPT
+            return None if self.fits(buffers) else Mismatch.CORRUPT
         seal = Seal(self.nonce, self.tag)
         if guard.unseal(seal, buffers, self.nbytes, self.associated_data(shard_name)):
             return None
-        return Mismatch.FORGED if guard.encrypts or self._fits(buffers) else Mismatch.CORRUPT
+        return Mismatch.FORGED if guard.encrypts or self.fits(buffers) else Mismatch.CORRUPT
 
-    def _fits(self, buffers: Buffers) -> bool:
+    def fits(self, buffers: Buffers) -> bool:
+        """Return True if the checksum is that of the block."""
         return checksum(self.key, buffers, self.nbytes) == self.checksum
 
     def _body(self, checksum: bytes) -> bytes:
@@ -108,18 +111,22 @@ class Record(NamedTuple):
         )  # fmt: skip
 
     @classmethod
-    def unpack(cls, data: bytes | memoryview) -> Record | None:
+    def unpack(cls, data: bytes | memoryview, guard: BlockGuard | None = None) -> Record | None:
         """Return the record in 128 bytes; None if they are empty, torn or of another version."""
         if len(data) != RECORD_NBYTES:
             return None
-        magic, version, flags, stamp, key, parent, namespace, digest, nbytes = _BODY.unpack_from(
-            data
-        )
+        magic, version, flags, *_ = _BODY.unpack_from(data)
         if magic != MAGIC or version != VERSION or flags not in _FLAGS:
             return None
         (seal,) = _SEAL.unpack_from(data, RECORD_NBYTES - _SEAL.size)
-        if xxhash.xxh3_64_intdigest(data[:_BODY_NB]) != seal:
+        if _seal_by(guard)(data[:_BODY_NB]) != seal:
             return None
+        return cls._of(data)
+
+    @classmethod
+    def _of(cls, data: bytes | memoryview) -> Record:
+        """Return what 128 bytes say, which were found to be a record."""
+        _, _, flags, stamp, key, parent, namespace, digest, nbytes = _BODY.unpack_from(data)
         known = key, parent, namespace, digest, nbytes, stamp
         if not flags:
             return cls(*known, sum=_SUM.unpack_from(data, _BODY_NB)[0])
@@ -127,10 +134,17 @@ class Record(NamedTuple):
         return cls(*known, pad[:16], pad[16:], flags=flags)
 
 
-def read_table(path: Path) -> tuple[Table, int]:
+def _seal_by(guard: BlockGuard | None) -> Callable[[bytes | memoryview], int]:
+    return xxhash.xxh3_64_intdigest if guard is None else guard.record_seal
+
+
+def read_table(
+    path: Path, guard: BlockGuard | None = None, *, sealed: bool = True
+) -> tuple[Table, int]:
     """Return (the valid records of an index file, the number of those neither valid nor empty).
 
-    A torn last record counts as not valid.
+    A torn last record counts as not valid. With ``sealed`` False seals are not verified, because
+    the key is not known.
     """
     rows, nbytes = _rows(path)
     torn = int(nbytes % RECORD_NBYTES != 0)
@@ -139,7 +153,9 @@ def read_table(path: Path) -> tuple[Table, int]:
     current &= np.isin(rows["flags"][slots], _FLAGS)
     candidates = rows[slots]
     body = np.ascontiguousarray(candidates.view(np.uint8).reshape(-1, RECORD_NBYTES)[:, :_BODY_NB])
-    data, digest = memoryview(body.reshape(-1).data), xxhash.xxh3_64_intdigest
+    if not sealed:
+        return Table(slots[current], candidates[current]), torn + int(len(slots) - current.sum())
+    data, digest = memoryview(body.reshape(-1).data), _seal_by(guard)
     seals = np.fromiter(
         (digest(data[i : i + _BODY_NB]) for i in range(0, len(data), _BODY_NB)),
         dtype=np.uint64,
@@ -155,23 +171,30 @@ def _rows(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.void]], int]:
         return np.fromfile(file, dtype=_ROW), os.fstat(file.fileno()).st_size
 
 
-def suspect_slots(path: Path) -> list[int]:
-    """Return the slots of an index file whose records are neither valid nor empty."""
+def suspect_slots(path: Path, table: Table) -> list[int]:
+    """Return the slots of an index file that are not empty and not in ``table``."""
     written = np.flatnonzero(_rows(path)[0]["magic"])
-    table, _ = read_table(path)
     slots: list[int] = np.setdiff1d(written, table.slots).tolist()
     return slots
 
 
 class Table(NamedTuple):
-    """Records by column. Slot ``slots[i]`` holds what ``rows[i]`` says."""
+    """Records by column. Slot ``slots[i]`` holds what ``rows[i]`` says.
+
+    ``torn`` counts the records that a scan dropped because they were not valid.
+    """
 
     slots: np.ndarray[Any, np.dtype[np.int64]]
     rows: np.ndarray[Any, np.dtype[np.void]]
+    torn: int = 0
 
     @classmethod
     def empty(cls) -> Table:
         return cls(np.empty(0, np.int64), np.empty(0, _ROW))
+
+    def record(self, place: int) -> Record:
+        """Return row ``place`` as a record."""
+        return Record._of(self.rows[place].tobytes())
 
     def where(self, keep: np.ndarray[Any, np.dtype[np.bool_]]) -> Table:
         return Table(self.slots[keep], self.rows[keep])
@@ -190,7 +213,9 @@ class Table(NamedTuple):
         return list(map(BlockRecord, (self.slots + first_slot).tolist(), *columns))
 
 
-def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
+def scan_shard(
+    folder: Path, geometry: Geometry, shard: int, guard: BlockGuard | None = None
+) -> Table:
     """Return the valid records of a shard whose blocks lie within its data file.
 
     The others are dropped, and their number is logged.
@@ -198,7 +223,7 @@ def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
     data, index = shard_files(folder, shard)
     if not index.exists() or not data.exists():
         return Table.empty()
-    table, torn = read_table(index)
+    table, torn = read_table(index, guard)
     shape = geometry.shard_shape(shard)
     inside = (table.slots + 1) * slot_bytes(shape) <= data.stat().st_size
     whole = table.where(inside & (table.rows["nbytes"] == shape.nbytes))
@@ -207,7 +232,7 @@ def scan_shard(folder: Path, geometry: Geometry, shard: int) -> Table:
         _log.warning(
             "%s: dropped records torn=%d beyond_data_or_of_other_size=%d", index, torn, dropped
         )
-    return whole
+    return whole._replace(torn=torn)
 
 
 def shard_files(folder: Path, shard: int) -> tuple[Path, Path]:

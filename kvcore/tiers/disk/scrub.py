@@ -8,7 +8,7 @@ are reported and left alone.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,11 +20,11 @@ import numpy as np
 from kvcore.errors import ConfigError, FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.hugepages import Pages
-from kvcore.tiers.checksum import checksum
 from kvcore.tiers.disk.files import DataFile, IndexFile, Piece
 from kvcore.tiers.disk.format import Table, read_table, shard_files, suspect_slots
 from kvcore.tiers.disk.store import exclusive, lock_store, stores_under, truncate
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
+from kvcore.tiers.guard import BlockGuard
 
 __all__ = ["BadBlock", "StoreReport", "StoreState", "scrub"]
 
@@ -99,9 +99,16 @@ class StoreReport:
 
 
 def scrub(
-    path: Path, *, erase: bool = True, done: Callable[[int], object] = lambda nbytes: None
+    path: Path,
+    *,
+    erase: bool = True,
+    done: Callable[[int], object] = lambda nbytes: None,
+    guards: Sequence[BlockGuard] = (),
 ) -> Iterator[StoreReport]:
     """Verify the stores under ``path``, and yield a report of each. Blocks while it reads.
+
+    A store that one of the ``guards`` wrote is verified with it. Without the guard of a store only
+    checksums are verified, which tell rot and not forgery.
 
     ``done`` is called with the number of bytes after each batch of reads. Each store's lock is held
     while the store is read. Without ``erase`` nothing is changed. Raises ConfigError if there is no
@@ -113,13 +120,17 @@ def scrub(
         with exclusive(path):
             folders = [folder for base in sorted(path.iterdir()) for folder in stores_under(base)]
         for folder in sorted(folders):
-            yield _scrub_store(path, folder, erase, done)
+            yield _scrub_store(path, folder, erase, done, {one.name: one for one in guards})
     except OSError as error:
         raise TierUnavailable(f"cannot read {path}: {error}") from error
 
 
 def _scrub_store(
-    path: Path, folder: Path, erase: bool, done: Callable[[int], object]
+    path: Path,
+    folder: Path,
+    erase: bool,
+    done: Callable[[int], object],
+    guards: Mapping[str, BlockGuard],
 ) -> StoreReport:
     report = StoreReport(folder)
     with ExitStack() as locks:
@@ -137,7 +148,7 @@ def _scrub_store(
         except FormatError as error:
             report.state, report.why = StoreState.NOT_READ, str(error)
             return report
-        _Scrub(folder, geometry, erase, report, done).run()
+        _Scrub(folder, geometry, erase, report, done, guards.get(geometry.cipher)).run()
     if report.num_bad or report.torn:
         report.state = StoreState.DAMAGED
     return report
@@ -153,12 +164,14 @@ class _Scrub:
         erase: bool,
         report: StoreReport,
         done: Callable[[int], object],
+        guard: BlockGuard | None,
     ) -> None:
         self._folder = folder
         self._geometry = geometry
         self._erase_bad = erase
         self._report = report
         self._done = done
+        self._guard = guard
         self._bad_slots: set[int] = set()
 
     def run(self) -> None:
@@ -179,10 +192,11 @@ class _Scrub:
         data, index = shard_files(self._folder, shard)
         if not index.exists():
             return Table.empty()
-        table, torn = read_table(index)
+        sealed = self._guard is not None or not self._geometry.cipher
+        table, torn = read_table(index, self._guard, sealed=sealed)
         self._report.torn += torn
         if torn and self._erase_bad:
-            self._erase_torn(index)
+            self._erase_torn(index, table)
         shape = self._geometry.shard_shape(shard)
         size = data.stat().st_size if data.exists() else 0
         for place in np.flatnonzero(table.rows["nbytes"] != shape.nbytes):
@@ -219,11 +233,15 @@ class _Scrub:
     def _judge(
         self, shard: int, table: Table, place: int, block: memoryview, outcome: int | OSError
     ) -> None:
-        row = table.rows[place]
+        record = table.record(place)
         if isinstance(outcome, OSError):
             self._found(shard, table, place, f"it cannot be read: {outcome}", sure=False)
-        elif checksum(bytes(row["key"]), [block], len(block)) != bytes(row["checksum"]):
+        elif not record.fits([block]):
             self._found(shard, table, place, "its bytes are not those written")
+        elif self._guard is not None and record.mismatch(
+            self._guard, [block], self._geometry.shard_name(shard)
+        ):
+            self._found(shard, table, place, "it was written without this secret or key")
 
     def _found(self, shard: int, table: Table, place: int, why: str, *, sure: bool = True) -> None:
         """Report a bad block, and mark it for erasure.
@@ -237,9 +255,9 @@ class _Scrub:
         if sure:
             self._bad_slots.add(slot)
 
-    def _erase_torn(self, index: Path) -> None:
+    def _erase_torn(self, index: Path, table: Table) -> None:
         with closing(IndexFile(index)) as file:
-            for slot in suspect_slots(index):
+            for slot in suspect_slots(index, table):
                 file.erase(slot)
                 self._report.erased += 1
         truncate(index, index.stat().st_size // RECORD_NBYTES * RECORD_NBYTES)

@@ -33,6 +33,7 @@ from kvcore.tiers.disk.format import Table, scan_shard, shard_files
 from kvcore.tiers.disk.mount import STORE_SHIFT, MountedStore
 from kvcore.tiers.disk.tombstones import Tombstones, erase_cleared
 from kvcore.tiers.geometry import RECORD_NBYTES, Geometry
+from kvcore.tiers.guard import BlockGuard
 
 _log = logging.getLogger("kvcore.tiers.disk")
 
@@ -47,13 +48,15 @@ _OVERHEAD = 4096  # bytes of store.json, the tombstones and the lock
 class PreparedStore:
     """A store that is ready for the workers: they open ``folder`` and the ``foreign`` stores.
 
-    ``records`` are the blocks that are whole in every shard. The locks are held until `close`.
+    ``records`` are the blocks that are whole in every shard; ``torn`` counts records that were not
+    valid, or not made with the deployment's key. The locks are held until `close`.
     ``tombstones`` records clears for the next start.
     """
 
     folder: Path
     num_slots: int
     records: list[BlockRecord]
+    torn: int = 0
     foreign: dict[int, Path] = field(default_factory=dict)
     locks: ExitStack = field(default_factory=ExitStack)
     tombstones: Tombstones = field(init=False)
@@ -79,9 +82,17 @@ class _Crowded(TierUnavailable):
 
 
 def prepare_store(
-    path: Path, geometry: Geometry, capacity: int, *, share: int = 1, wait_s: float = 5.0
+    path: Path,
+    geometry: Geometry,
+    capacity: int,
+    *,
+    share: int = 1,
+    wait_s: float = 5.0,
+    guard: BlockGuard | None = None,
 ) -> PreparedStore:
     """Choose, lock and scan a store under ``path`` for blocks of ``geometry``. Blocks.
+
+    ``guard``, which ``geometry`` names, verifies the records.
 
     Everything under ``path`` together, records included, stays below ``capacity`` bytes. This
     engine reserves up to ``capacity // share`` of them, where ``share`` is the number of engines
@@ -95,7 +106,7 @@ def prepare_store(
     while True:
         try:
             with exclusive(path):
-                return _prepare(path, geometry, capacity, capacity // share, limit)
+                return _prepare(path, geometry, capacity, capacity // share, limit, guard)
         except _Crowded:
             if time.monotonic() >= deadline:
                 raise
@@ -107,7 +118,12 @@ def prepare_store(
 
 
 def _prepare(
-    path: Path, geometry: Geometry, capacity: int, part: int, limit: LogLimit
+    path: Path,
+    geometry: Geometry,
+    capacity: int,
+    part: int,
+    limit: LogLimit,
+    guard: BlockGuard | None,
 ) -> PreparedStore:
     base = path / geometry.base
     with ExitStack() as locks:
@@ -120,12 +136,13 @@ def _prepare(
             own = _create(base, geometry, locks)
         _cut(own.folder, geometry, num_slots)
         own.reserve(num_slots * geometry.per_slot + _OVERHEAD)
-        records, foreign = _scan(own.folder, geometry), dict[int, Path]()
+        (records, torn), foreign = _scan(own.folder, geometry, guard), dict[int, Path]()
         for number, store in enumerate(mounted, start=1):
             store.reserve(0)  # it does not grow
             foreign[number] = store.folder
-            records += _scan(store.folder, store.geometry, number << STORE_SHIFT)
-        prepared = PreparedStore(own.folder, num_slots, records, foreign, locks.pop_all())
+            theirs, bad = _scan(store.folder, store.geometry, guard, number << STORE_SHIFT)
+            records, torn = records + theirs, torn + bad
+        prepared = PreparedStore(own.folder, num_slots, records, torn, foreign, locks.pop_all())
     _log.info(
         "disk store=%s slots=%d blocks_found=%d foreign_stores=%d",
         own.folder,
@@ -371,11 +388,13 @@ def truncate(file: Path, nbytes: int) -> None:
         os.close(number)
 
 
-def _scan(folder: Path, geometry: Geometry, first_slot: int = 0) -> list[BlockRecord]:
-    """Erase what was cleared. Return the blocks that every shard holds.
+def _scan(
+    folder: Path, geometry: Geometry, guard: BlockGuard | None, first_slot: int = 0
+) -> tuple[list[BlockRecord], int]:
+    """Erase what was cleared. Return (the blocks that every shard holds, the torn records).
 
     Slots are counted from ``first_slot``.
     """
     erase_cleared(folder, geometry)
-    shards = (scan_shard(folder, geometry, shard) for shard in range(len(geometry.heads)))
-    return reduce(Table.also_in, shards).block_records(first_slot)
+    shards = [scan_shard(folder, geometry, shard, guard) for shard in range(len(geometry.heads))]
+    return reduce(Table.also_in, shards).block_records(first_slot), sum(t.torn for t in shards)

@@ -121,7 +121,7 @@ class DiskTier(Tier):
             direct_io=access.direct_io,
             io_threads=access.io_threads,
         )
-        self._index = IndexFile(index)
+        self._index = IndexFile(index, guard)
         self._guard = guard
         self._device_sums = access.device_sums and guard is None
         self._region: DeviceRegion | None = None
@@ -220,7 +220,7 @@ class DiskTier(Tier):
 
     def scan(self) -> list[BlockRecord]:
         """Return the blocks of the tier's own store. `prepare_store` finds the foreign ones."""
-        table = scan_shard(self._folder, self._geometry, self._shard)
+        table = scan_shard(self._folder, self._geometry, self._shard, self._guard)
         return table.where(table.slots < self.num_slots).block_records()
 
     def sync(self) -> None:
@@ -368,7 +368,7 @@ class DiskTier(Tier):
             return self._unavailable("reading", slot, error)
         fits = record is not None and record.nbytes == self._block_nbytes
         if record is None or not fits or not is_asked_for(record, request):
-            return not_held(f"slot {slot} of {self._data.path}", request.key)
+            return not_held(f"slot {slot} of {self._data.path}", request.key, record)
         return record
 
     def _end_read(self, request: BlockRead, record: Record, outcome: Outcome) -> TierError | None:

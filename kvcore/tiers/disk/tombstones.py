@@ -225,7 +225,7 @@ def _erase(path: Path, cleared: Mapping[str, int], runs: Sequence[tuple[int, int
     """Erase the records of an index file that the clears cover."""
     if not path.exists():
         return
-    table, _ = read_table(path)
+    table, _ = read_table(path, sealed=False)  # a forged record is erased, or dropped later
     void = table.rows["stamp"] <= cleared.get(EVERY, 0)
     for name, stamp in cleared.items():
         if name != EVERY:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
 import re
@@ -24,7 +25,7 @@ from kvcore.tiers.base import BlockRead
 from kvcore.tiers.checksum import checksum as block_checksum
 from kvcore.tiers.disk.format import MAGIC, Record, read_table
 from kvcore.tiers.geometry import STAGED_VERSION, VERSION, Geometry
-from kvcore.tiers.guard import BlockCipher, BlockMac, key_of_secret
+from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac, key_of_secret
 from kvcore.tiers.remote import format as frame
 from kvcore.tiers.remote import shard_registry as splits
 
@@ -53,7 +54,7 @@ def sealed(title: str) -> int:
     return int((found or re.findall(covers, before)[-1:])[0])
 
 
-def decode(title: str, data: bytes) -> dict[str, bytes]:
+def decode(title: str, data: bytes, guard: BlockGuard | None = None) -> dict[str, bytes]:
     """Return the page's fields of ``data``. There are no gaps, overlaps or unsealed bytes."""
     fields: dict[str, bytes] = {}
     at = 0
@@ -63,7 +64,8 @@ def decode(title: str, data: bytes) -> dict[str, bytes]:
         at += size
     assert at == len(data)
     assert not any(fields.get("zeros", b""))
-    seal = xxhash.xxh3_64_intdigest(data[: sealed(title)])
+    covered = data[: sealed(title)]
+    seal = xxhash.xxh3_64_intdigest(covered) if guard is None else guard.record_seal(covered)
     assert int.from_bytes(fields["seal"], "little") == seal
     return fields
 
@@ -101,11 +103,13 @@ def test_sums_are_what_the_page_says() -> None:
 def test_a_sealed_record_is_what_the_page_says(record: Record, seal: Any, flag: int) -> None:
     """Its associated data, too, is what the page says."""
     record = record._replace(nonce=seal[0], tag=seal[1], sum=0, flags=flag)
-    packed = record.pack()
-    fields = decode("Record of shard-N.index", packed)
+    guard = GUARDS[flag](bytes(32))
+    packed = record.pack(guard)
+    fields = decode("Record of shard-N.index", packed, guard)
     assert int.from_bytes(fields["flags"], "little") == GUARDS[flag].flag == flag
     assert (fields["nonce"], fields["tag"]) == seal
-    assert Record.unpack(packed) == record
+    assert Record.unpack(packed, guard) == record
+    assert Record.unpack(packed) is None
     words = packed[:64] + bytes(16) + packed[80:88] + b"base (0, 2)"
     assert record.associated_data(b"base (0, 2)") == words
     flags = constant("Record of shard-N.index", "flags")
@@ -120,7 +124,10 @@ def test_the_keys_of_blocks_are_what_the_page_says() -> None:
         algorithm = {1: "aes-256-gcm", 2: "aes-256-gmac"}[guard.flag]
         name = hmac.digest(key, f"{label} key".encode(), "sha256")[:16].hex()
         assert guard.name == f"{algorithm}/{name}"
-        for text in (f"{label} key", f"{label} block", f"{algorithm}/"):
+        record = hmac.digest(key, f"{label} record".encode(), "sha256")
+        seal = hashlib.blake2b(b"body", digest_size=8, key=record).digest()
+        assert guard.record_seal(b"body") == int.from_bytes(seal, "little")
+        for text in (f"{label} key", f"{label} block", f"{label} record", f"{algorithm}/"):
             assert f"`{text}`" in PAGE
     mac = hmac.digest(b"secret", b"kvcore-key-1 mac", "sha256")
     assert key_of_secret("secret", "mac") == mac

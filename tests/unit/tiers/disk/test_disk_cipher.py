@@ -149,7 +149,8 @@ def test_a_nonce_is_used_once_also_for_the_same_block(tmp_path: Path) -> None:
         with opened(tmp_path) as (store, tier):
             for _ in range(3):
                 write_blocks(tier, [block])
-                record = Record.unpack((store.folder / "shard-0.index").read_bytes()[:128])
+                packed = (store.folder / "shard-0.index").read_bytes()[:128]
+                record = Record.unpack(packed, CIPHER)
                 assert record is not None
                 seen.add(record.nonce)
                 bodies.add((store.folder / "shard-0.data").read_bytes()[: SHAPE.nbytes])
@@ -188,7 +189,7 @@ def test_a_block_is_bound_to_its_record_and_its_place(tmp_path: Path) -> None:
         write_blocks(tier, blocks)
     index, data = store.folder / "shard-0.index", store.folder / "shard-0.data"
     good, body = index.read_bytes()[:RECORD_NBYTES], data.read_bytes()[: SHAPE.nbytes]
-    record = Record.unpack(good)
+    record = Record.unpack(good, CIPHER)
     assert record is not None
     plain = checksum(blocks[1].key, [memoryview(body)], len(body))
     forged = {
@@ -203,6 +204,11 @@ def test_a_block_is_bound_to_its_record_and_its_place(tmp_path: Path) -> None:
     }
     for name, lie in forged.items():
         index.write_bytes(lie.pack())
+        with opened(tmp_path) as (found, tier):
+            assert found.records == [], "its seal is not keyed"
+            (error,) = tier.read([BlockRead(0, lie.key, [memoryview(bytearray(SLOT))])])
+        assert isinstance(error, CorruptBlock), name
+        index.write_bytes(lie.pack(CIPHER))  # even with the seal right
         with opened(tmp_path) as (_, tier):
             (error,) = tier.read([BlockRead(0, lie.key, [memoryview(bytearray(SLOT))])])
         assert isinstance(error, CorruptBlock), name
@@ -217,7 +223,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path: Path) -> None:
     whole = Block(0, 0, SLOT).data[: SHAPE.nbytes]
     heads = np.frombuffer(whole, np.uint8).reshape(SHAPE.layers, 2, SHAPE.head_nbytes)
     key, parent, space = Block(0, 0, SLOT).key, bytes(16), b"n" * 16
-    store = prepare_store(tmp_path, two, ROOM, wait_s=0)
+    store = prepare_store(tmp_path, two, ROOM, wait_s=0, guard=CIPHER)
     for shard in (0, 1):
         tier = disk_rig.open_tier(store, two, shard, guard=CIPHER)
         part = memoryview(heads[:, shard].tobytes())
