@@ -103,14 +103,11 @@ def identity(frame: Any) -> str:
 
     The kernel vouches for a local peer, CURVE for a key. A name given by the client proves nothing.
     """
-    from kvcore._util.zmq_socket import local_peer, zmq
+    from kvcore._util.zmq_socket import local_peer, said
 
+    if key := said(frame, "User-Id"):
+        return f"curve key {key}"
     if (peer := local_peer(frame)) is not None:
         return f"uid {peer.uid} pid {peer.pid}"
-    for key, kind in (("User-Id", "curve key"), ("Peer-Address", "address")):
-        try:
-            if said := str(frame.get(key)):
-                return f"{kind} {said}"
-        except zmq.ZMQError:  # noqa: PERF203 - two keys
-            continue
-    return "unknown"
+    address = said(frame, "Peer-Address")
+    return f"address {address}" if address else "unknown"
