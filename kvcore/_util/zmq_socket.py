@@ -29,6 +29,7 @@ __all__ = [
     "local_address",
     "local_peer",
     "make_socket",
+    "said",
     "zmq",
 ]
 
@@ -121,21 +122,29 @@ class LocalPeer(NamedTuple):
     pid: int
 
 
-def local_peer(frame: Any) -> LocalPeer | None:
-    """Return who sent a frame over a local socket; None for a frame that came otherwise."""
+def said(frame: Any, key: str) -> str:
+    """Return what ZeroMQ knows of a frame's sender; empty if nothing."""
     try:
-        parts = str(frame.get("Peer-Address")).rsplit(":", 3)
+        return str(frame.get(key))
     except zmq.ZMQError:
-        return None
-    if len(parts) != 4:  # host, uid, gid, pid; over TCP: an address
+        return ""
+
+
+def local_peer(frame: Any) -> LocalPeer | None:
+    """Return who sent a frame over a local socket; None if that is not known."""
+    parts = said(frame, "Peer-Address").rsplit(":", 3)  # host, uid, gid, pid
+    if len(parts) != 4 or not (parts[1].isdecimal() and parts[3].isdecimal()):
         return None
     return LocalPeer(int(parts[1]), int(parts[3]))
 
 
 def is_of_another_user(frame: Any) -> bool:
-    """Return True if a process of another user, root excepted, sent a frame over a local socket."""
+    """Return True unless a process of this user, or of root, sent a frame.
+
+    Only for a frame of a local socket: over TCP there are no users.
+    """
     peer = local_peer(frame)
-    return peer is not None and peer.uid not in (0, os.geteuid())
+    return peer is None or peer.uid not in (0, os.geteuid())
 
 
 def local_address(address: str) -> tuple[str, int]:

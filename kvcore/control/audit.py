@@ -105,13 +105,11 @@ def identity(frame: Any, *, curve: bool = False) -> str:
     The kernel vouches for a local peer, and CURVE for a key, if the socket is locked with it. A
     name given by the client proves nothing, and neither does a key that it names elsewhere.
     """
-    from kvcore._util.zmq_socket import local_peer, zmq
+    from kvcore._util.zmq_socket import local_peer, said
 
     if curve:
         return f"curve key {curve_key(frame)}"
     if (peer := local_peer(frame)) is not None:
         return f"uid {peer.uid} pid {peer.pid}"
-    try:
-        return f"address {frame.get('Peer-Address')}"
-    except zmq.ZMQError:
-        return "unknown"
+    address = said(frame, "Peer-Address")
+    return f"address {address}" if address else "unknown"

@@ -17,6 +17,12 @@ DISK = [
         "If nobody needs the store, remove its folder.",
     ),
     Trouble(
+        "%s is not used: %s",
+        "A folder where `disk.path` keeps stores belongs to another user, or others may write in "
+        "it. Nothing in it is read or removed.",
+        "If it is this user's, `chmod 700` it. Otherwise find out who made it, and remove it.",
+    ),
+    Trouble(
         "store %s is not used: it holds blocks of another model",
         "Two models have got the same folder name.",
         "If nobody needs the store, remove its folder.",

@@ -6,9 +6,21 @@ from tools.troubles.entry import NOTHING, Trouble
 
 OPERATOR_COMMANDS = [
     Trouble(
+        "an order is refused, because the audit log cannot be written: %s",
+        "A command of `kvcore ctl` was not carried out, because no record of it could be kept.",
+        "Make room on the disk of `control.audit`, then give the command again. If the file was "
+        "removed, restart kvcore.",
+    ),
+    Trouble(
         "the audit log lacks a line: %s",
-        "The command was carried out, but its line is only in the log.",
+        "How a command ended is only in the log. That it began is in the file.",
         "Check the disk of `control.audit`.",
+    ),
+    Trouble(
+        "refused: a message of another user who=%s",
+        "A process of another user has written to kvcore's local socket. It got no answer.",
+        "Check who may enter the folder of `server.address` or `control.address`, and find out "
+        "what that process is. Clients of a server must run as its user.",
     ),
     Trouble(
         "an order failed kind=%s",

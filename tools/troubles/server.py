@@ -34,6 +34,13 @@ SERVER = [
         "If it happens often, give the server a CPU core of its own.",
     ),
     Trouble(
+        "no kvcore server is joined, because of other users: %s",
+        "The folder, the socket or a file of the server belongs to another user, or other users "
+        "may change it. Nothing is sent there. The engine computes, and asks again every 5 s.",
+        "If another user made the folder, have it removed, or set `server.folder`. Otherwise start "
+        "the server and its engines as one user, and give the folder mode 0700.",
+    ),
+    Trouble(
         "the kvcore server refuses this engine: %s",
         "Versions, the model or settings do not match. The engine runs without shared KV.",
         "Do what the message says. Usually both sides need the same version of kvcore.",

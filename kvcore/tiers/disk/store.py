@@ -40,6 +40,7 @@ _log = logging.getLogger("kvcore.tiers.disk")
 _BASE_NAME = re.compile(r"[0-9a-f]{32}")
 _STORE_NAME = re.compile(r"store-\d+")
 _FILE_NAME = re.compile(r"lock|(store\.json|cleared)(\.new)?|shard-\d+\.(data|index)")
+_REFUSED = LogLimit()
 _POLL_S = 0.1
 _OVERHEAD = 4096  # bytes of store.json, the tombstones and the lock
 
@@ -238,7 +239,8 @@ def _is_ours(folder: Path) -> bool:
     try:
         os.close(open_folder(folder, adopt=True))
     except NotPrivateError as error:
-        _log.warning("%s is not used: %s", folder, error.strerror)
+        if _REFUSED.admit(folder) is not None:
+            _log.warning("%s is not used: %s", folder, error.strerror)
         return False
     except (FileNotFoundError, NotADirectoryError):
         return False

@@ -12,7 +12,7 @@ pytest.importorskip("zmq")
 
 from kvcore.control import commands as o
 from kvcore.control.audit import AuditLog
-from kvcore.errors import CapacityError, ConfigError, KVCoreError, UnsupportedError
+from kvcore.errors import CapacityError, ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 from kvcore.manager import HOST
 from kvcore.model.keys import KeyChain, pack_tokens
 from kvcore.model.shape import BlockShape
@@ -114,7 +114,9 @@ def depths(space: ModelCache, keys: Sequence[bytes]) -> tuple[int, ...]:
 
 
 def lines(audit: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in audit.read_text().splitlines()]
+    """How orders ended."""
+    found = [json.loads(line) for line in audit.read_text().splitlines()]
+    return [line for line in found if line["state"] != "begun"]
 
 
 def test_prefetch_brings_a_tenants_bytes_from_disk_and_nobody_elses(
@@ -130,7 +132,7 @@ def test_prefetch_brings_a_tenants_bytes_from_disk_and_nobody_elses(
     assert order(space, o.PrefetchBlocks(o.BlockFilter(tenant="ann")))["blocks"] == 0
     [first, _] = lines(audit)
     assert first.pop("at").endswith("Z")
-    assert first == {"who": WHO, "order": "prefetch", "tenant": "ann"} | told
+    assert first == {"who": WHO, "order": "prefetch", "state": "done", "tenant": "ann"} | told
 
 
 def test_a_prompt_moves_to_disk_and_back_and_is_gone_where_it_was(opened: Open) -> None:
@@ -283,7 +285,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
     with pytest.raises(kind, match=why):
         order(space, wanted)
     assert depths(space, keys) == (3, 3)
-    assert not lines(audit)
+    assert [(line["who"], line["state"]) for line in lines(audit)] == [(WHO, "refused")]
 
 
 def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Path) -> None:
@@ -297,7 +299,7 @@ def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Pa
     space.control.close()
     [answer] = told
     assert isinstance(answer, UnsupportedError)
-    assert [line["ended"] for line in lines(audit)] == [False]
+    assert [line["state"] for line in lines(audit)] == ["refused", "abandoned"]
 
 
 def order_now(space: ModelCache, wanted: Any) -> None:
@@ -337,13 +339,14 @@ def test_metrics_have_a_series_a_tenant_and_count_orders(opened: Open) -> None:
 def test_the_audit_log_is_its_users_alone_and_appended_to(audit: Path, tmp_path: Path) -> None:
     for who in ("one", "two"):
         log = AuditLog(str(audit))
-        log.write(who, "clear", blocks=1)
+        log.begin(who, "clear", blocks=1)
+        log.end(who, "clear", "done", blocks=1)
         log.close()
     assert [line["who"] for line in lines(audit)] == ["one", "two"]
     assert audit.stat().st_mode & 0o777 == 0o600
     other = tmp_path / "other"
-    with other.open("wb"):  # it has the number that was given back
-        log.write("late", "clear")
+    with other.open("wb"), pytest.raises(TierUnavailable, match="nothing is done"):
+        log.begin("late", "clear")  # ``other`` has the number that was given back
     assert other.read_bytes() == b""
     assert len(lines(audit)) == 2
     os.symlink(audit, tmp_path / "link")
