@@ -22,6 +22,7 @@ __all__ = [
     "hooked",
     "lora_identity",
     "rope_length",
+    "settings_digest",
     "weights_identity",
 ]
 
@@ -48,6 +49,15 @@ def weights_identity(model: str, revision: str | None) -> bytes:
             model,
         )
     return f"{model}@{revision or 'main'}".encode()
+
+
+def settings_digest(config: NamespaceConfig) -> bytes:
+    """Return 16 bytes that are equal in two processes with the same secret and default salt.
+
+    They reveal neither, because a secret is long.
+    """
+    secret = (config.secret or "").encode()
+    return Namespace("kvcore settings", cache_salt=config.salt or "", secret=secret).digest
 
 
 @functools.lru_cache(maxsize=256)
