@@ -64,14 +64,14 @@ class ClientsConfig(SchemaModel):
     report: Report = Field(
         default="explain",
         description="What a response may report if its request asks: nothing, the reused tokens by "
-        "tier, or also what `kvcore explain` knows of the request itself. Requests that share a "
-        "salt can learn from it which texts the others have sent.",
+        "tier, or also what `kvcore explain` knows of the request itself, without causes and rates "
+        "that depend on others. Clients that share a salt can learn which texts the others sent.",
     )
     promises: bool = Field(
         default=True,
         description="Give promises of KV to requests that ask for one, and wait for KV that was "
         "promised to a request (prefill here, decode there). A promise contains a block's key and "
-        "the address of this node. A prefill instance always gives them.",
+        "the address of this node.",
     )
     unnamed_quota: Quotas = Field(
         default_factory=dict,

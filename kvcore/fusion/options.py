@@ -53,7 +53,8 @@ def fusion_options(given: Any, tokens: int) -> FusionOptions:
         options = msgspec.convert(given["fusion"], FusionOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"fusion options {given['fusion']!r}: {error}; supported are enabled, ratio and chunks"
+            f"fusion options {given['fusion']!r:.200}: {error}; supported are enabled, ratio and "
+            "chunks"
         ) from error
     options.check(tokens)
     return options

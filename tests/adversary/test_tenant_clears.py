@@ -28,7 +28,7 @@ Start = Callable[[dict[str, Any]], tuple[RunningServer, Path]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a server without a secret; returns it with its settings' file."""
+    """Return what starts a server without a secret, and returns it with its settings' file."""
     running: list[RunningServer] = []
 
     def begin(tables: dict[str, Any]) -> tuple[RunningServer, Path]:

@@ -63,7 +63,7 @@ def options_of(asking: Asking) -> FusionOptions:
             given = msgspec.json.decode(given)
         except msgspec.DecodeError as error:
             raise ConfigError(
-                f"custom_params.kvcore is {given!r}, which is not JSON: {error}"
+                f"custom_params.kvcore is {given!r:.200}, which is not JSON: {error}"
             ) from error
     return fusion_options(given, len(asking.tokens))
 

@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvcore.config import Config
+from kvcore.connector.clients import Clients
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
@@ -100,7 +101,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
         self._policy = policy
-        self._handover = handover or Handover(None, settings.promise_s, self.manager)
+        self._handover = handover or Handover(
+            None, settings.promise_s, self.manager, Clients(config)
+        )
 
     # -- a request comes --------------------------------------------------------------------
 
