@@ -57,12 +57,12 @@ of range stops the start and is named, with its source and the nearest valid nam
 shows every effective value and where it came from.
 
 Secrets are `namespace.secret`, the tenants' salts, options of plugins with names such as
-`password`, and URLs with a login in them. Give them in a file or by the environment: `--set` refuses
-them, because other users can read command lines. `kvcore serve` hands them to every engine in the
-variable `KVCORE_SECRETS` (TensorRT-LLM: `TRTLLM_KVCORE_CONFIG`), as JSON nested like the file and
-stronger than other variables. Set it yourself if you start an engine by hand, because an engine may
-show and log its own configuration, or where an engine's workers run on other machines. kvcore masks
-secrets in `kvcore config`, errors and logs.
+`password`, and URLs with a login in them. Give them in a file or by the environment: `--set`
+refuses them, because other users can read command lines. `kvcore serve` hands them to every engine
+in the variable `KVCORE_SECRETS` (TensorRT-LLM: `TRTLLM_KVCORE_CONFIG`): JSON, nested like the file,
+stronger than other variables. Set it yourself if you start an engine by hand, because an engine
+may show and log its own configuration, and where an engine's workers run on other machines. kvcore
+masks secrets in `kvcore config`, errors and logs.
 
 Sizes are bytes, or text with a unit: `KiB`, `MiB`, `GiB`, `TiB` (powers of 1024), `KB`, `MB`, `GB`,
 `TB` (powers of 1000). Capacities are hard limits.

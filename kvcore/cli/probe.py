@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from kvcore.config import Config
-from kvcore.errors import TierUnavailable, UnsupportedError
+from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
     from kvcore.plugins import PluginManager
@@ -153,6 +153,7 @@ def _store(name: str, config: Config, plugins: PluginManager) -> str:
 
 
 def _server(config: Config, seconds: float) -> str:
+    from kvcore.model.identity import settings_digest
     from kvcore.server.messages import StatusReply, StatusRequest
     from kvcore.server.rpc import Link
 
@@ -163,6 +164,11 @@ def _server(config: Config, seconds: float) -> str:
         link.close()
     if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"none answers for {config.server.address!r}")
+    if reply.status.get("settings") != settings_digest(config.namespace).hex():
+        raise ConfigError(
+            "it has another namespace.secret or namespace.salt than these settings: quotas and "
+            "`kvcore ctl` act on other namespaces than the engines'"
+        )
     return "answers"
 
 

@@ -14,7 +14,12 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from kvcore.config.fields import DEFAULT, Name, SchemaModel, Source
 from kvcore.config.schema_cluster import ClusterConfig, EventsConfig
-from kvcore.config.schema_control import ControlConfig, TenantConfig, tenant_name
+from kvcore.config.schema_control import (
+    ClientsConfig,
+    ControlConfig,
+    TenantConfig,
+    tenant_name,
+)
 from kvcore.config.schema_engines import SglangConfig, TrtllmConfig, VllmConfig
 from kvcore.config.schema_fusion import FusionConfig, PlannerConfig
 from kvcore.config.schema_server import ServerConfig
@@ -121,6 +126,7 @@ class Config(SchemaModel):
     explain: ExplainConfig = ExplainConfig()
     server: ServerConfig = ServerConfig()
     control: ControlConfig = ControlConfig()
+    clients: ClientsConfig = ClientsConfig()
     tenants: dict[Annotated[str, AfterValidator(tenant_name)], TenantConfig] = Field(
         default_factory=dict
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvcore.config.fields import Name, SchemaModel, is_socket, parse_size
 from kvcore.errors import ConfigError
 
-__all__ = ["ControlConfig", "TenantConfig", "parse_quota", "tenant_name"]
+__all__ = ["ClientsConfig", "ControlConfig", "TenantConfig", "parse_quota", "tenant_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
@@ -54,6 +54,32 @@ def _socket(value: str) -> str:
     return value
 
 
+Quotas = dict[Name, Annotated[str, BeforeValidator(_quota)]]
+Report = Literal["off", "tokens", "explain"]
+
+
+class ClientsConfig(SchemaModel):
+    """What the clients of an engine may learn and ask for. A tenant's own table overrides it."""
+
+    report: Report = Field(
+        default="explain",
+        description="What a response may report if its request asks: nothing, the reused tokens by "
+        "tier, or also what `kvcore explain` knows of the request itself, without causes and rates "
+        "that depend on others. Clients that share a salt can learn which texts the others sent.",
+    )
+    promises: bool = Field(
+        default=True,
+        description="Give promises of KV to requests that ask for one, and wait for KV that was "
+        "promised to a request (prefill here, decode there). A promise contains a block's key and "
+        "the address of this node.",
+    )
+    unnamed_quota: Quotas = Field(
+        default_factory=dict,
+        description="Largest share of each tier that all requests of no named tenant may use "
+        "together, as for `tenants.NAME.quota`: whatever salts and LoRAs they have.",
+    )
+
+
 class TenantConfig(SchemaModel):
     """A tenant: the requests with one salt, and how much of their KV is kept.
 
@@ -72,10 +98,16 @@ class TenantConfig(SchemaModel):
         description="LoRA weights that the tenant's requests use: names, with the path or hub "
         "name given to the engine. Their KV counts towards the quota.",
     )
-    quota: dict[Name, Annotated[str, BeforeValidator(_quota)]] = Field(
+    quota: Quotas = Field(
         default_factory=dict,
         description='Largest share of each tier that the tenant may use: a size ("8GiB") or a '
         'percentage of the tier ("25%"). A tier that is not listed has no limit for the tenant.',
+    )
+    report: Report | None = Field(
+        default=None, description="As `clients.report`, for this tenant. Unset: the same."
+    )
+    promises: bool | None = Field(
+        default=None, description="As `clients.promises`, for this tenant. Unset: the same."
     )
 
     @model_validator(mode="before")

@@ -6,6 +6,7 @@
     messages          plans and reports between leader and workers
     step_transport    the manager's transport when graphs leave with the engine's own messages
     page_table        an engine's pages as device units of graphs, and the graphs that use a page
+    clients           what clients may learn and ask for
     disagg            promises between the engines of disaggregated prefill
     forward_timer     the time of an engine's forwards
     fusion_*          the same parts for blends: scheduler, worker, messages, chunks, policy

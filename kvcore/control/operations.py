@@ -142,6 +142,7 @@ class Control:
 
     def _clear(self, command: ClearBlocks) -> dict[str, Any]:
         selection = self._selections.resolve(command.where)
+        self._selections.check_held(selection, command.where)
         pins = self._pins.release(selection)
         if selection.chains is None and not selection.prefix:
             spaces: list[bytes | None] = [None]
@@ -180,7 +181,7 @@ class Control:
         blocks = self.tenants.blocks(command.tier, command.quota)
         if command.salt is not None:
             self.tenants.add(command.tenant, command.salt)
-        spaces = [space.digest for space in self.tenants.spaces(command.tenant)]
+        spaces = self.tenants.digests(command.tenant)
         limit = self.tenants.limit(blocks)
         evicted = self._manager.invalidation.set_quota(command.tier, command.tenant, spaces, limit)
         return {"evicted": evicted, **self._queries.quotas()}

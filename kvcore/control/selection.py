@@ -67,6 +67,26 @@ class Selections:
         selected = tiers if where.tier is None else (where.tier,)
         return Selection(digests, where.prefix, chains, selected)
 
+    def check_held(self, selection: Selection, where: BlockFilter) -> None:
+        """Raise ConfigError if no tier has a block of any selected namespace. O(index).
+
+        A tenant of which nothing is held is most likely one whose salt or secret differs here.
+        """
+        if selection.namespaces is None:
+            return
+        held = {space for tier in self._index.tiers for space in self._index.admin.usage(tier)}
+        if held & selection.namespaces:
+            return
+        whose = "that namespace" if where.namespace else "requests with that salt"
+        if where.tenant is not None:
+            whose = f"tenant {where.tenant!r}"
+        elif not where.salt and not where.namespace:
+            whose = "requests without a salt"
+        raise ConfigError(
+            f"nothing is held of {whose}, among {len(held)} namespaces; if that is wrong, give "
+            "this process the namespace.secret, namespace.salt and salts that the engines have"
+        )
+
     def _spaces(self, where: BlockFilter) -> Sequence[Namespace] | None:
         if where.tenant is not None and where.salt is not None:
             raise ConfigError("a tenant and a salt; give one of them")

@@ -21,7 +21,11 @@ from kvcore.model.identity import Namespaces, lora_identity
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Metrics
 
-__all__ = ["Tenants", "Usage"]
+__all__ = ["UNNAMED", "Tenants", "Usage"]
+
+UNNAMED = "*"
+"""Stands for all requests of no named tenant, in quotas and metrics. No tenant can have the name.
+"""
 
 MAX_TENANTS = 1024
 """Named tenants of a model; each is one Prometheus series for each tier."""
@@ -44,10 +48,11 @@ class Usage(NamedTuple):
 def check_quotas(config: Config, tiers: Iterable[str] = ()) -> None:
     """Raise ConfigError for a quota of a tier that neither the settings nor ``tiers`` have."""
     known = {"host", "disk", *config.tiers, *tiers}
-    for name, tenant in config.tenants.items():
-        if unknown := tenant.quota.keys() - known:
+    quotas = {f"tenants.{name}.quota": tenant.quota for name, tenant in config.tenants.items()}
+    for place, quota in {**quotas, "clients.unnamed_quota": config.clients.unnamed_quota}.items():
+        if unknown := quota.keys() - known:
             raise ConfigError(
-                f"tenants.{name}.quota names the tiers {', '.join(sorted(unknown))}; there "
+                f"{place} names the tiers {', '.join(sorted(unknown))}; there "
                 f"are {', '.join(sorted(known))}"
             )
 
@@ -82,8 +87,10 @@ class Tenants:
             loras = [_lora(name, lora, path) for lora, path in tenant.loras.items()]
             self._name(name, [self._spaces.of(lora, tenant.salt) for lora in ("", *loras)])
             for tier in index.tiers:
-                blocks = self.blocks(tier, tenant.quota.get(tier))
-                self._set(name, tier, blocks)
+                self._set(name, tier, self.blocks(tier, tenant.quota.get(tier)))
+        if config.clients.unnamed_quota:
+            for tier in index.tiers:
+                self._set(UNNAMED, tier, self.blocks(tier, config.clients.unnamed_quota.get(tier)))
 
     # -- names ----------------------------------------------------------------------------------
 
@@ -101,6 +108,13 @@ class Tenants:
         self._name(tenant_name(name), [space])
         for tier in self.index.tiers:
             self._set(name, tier, None)
+
+    def digests(self, name: str) -> list[bytes]:
+        """Return the digests of a tenant's namespaces, none for `UNNAMED`.
+
+        Raises ConfigError for an unknown name.
+        """
+        return [] if name == UNNAMED else [space.digest for space in self.spaces(name)]
 
     def spaces(self, name: str) -> Sequence[Namespace]:
         """Return a tenant's namespaces. Raises ConfigError for an unknown name."""
@@ -148,8 +162,7 @@ class Tenants:
         return NO_LIMIT if blocks is None else blocks
 
     def _set(self, name: str, tier: str, blocks: int | None) -> None:
-        digests = [space.digest for space in self._names[name]]
-        evicted = self.index.admin.set_quota(tier, name, digests, self.limit(blocks))
+        evicted = self.index.admin.set_quota(tier, name, self.digests(name), self.limit(blocks))
         if evicted:
             self._metrics.evicted(tier, len(evicted))
 
@@ -162,7 +175,7 @@ class Tenants:
 
     def tick(self) -> None:
         """Update the metrics, at most once a second. Cheap to call often."""
-        if not self._names or (now := self._clock()) - self._counted < COUNT_S:
+        if (now := self._clock()) - self._counted < COUNT_S:
             return
         self._counted = now
         for name, tier, used, limit in self.usage():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -32,7 +32,10 @@ WAITING = "waiting"
 
 
 class Cause(str, Enum):
-    """A reason why the first missing block is not held, or why found blocks were not used."""
+    """A reason why the first missing block is not held, or why found blocks were not used.
+
+    Clients are told NOT_HELD in place of the first three.
+    """
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
@@ -42,6 +45,16 @@ class Cause(str, Enum):
     BUSY = "no slots to load through"
     LATE = "not in host memory in time"
     FAILED = "failed"
+    NOT_HELD = "not held"
+
+
+_FOR_CLIENTS = {
+    Cause.NEVER_SEEN: Cause.NOT_HELD,
+    Cause.EVICTED: Cause.NOT_HELD,
+    Cause.OTHER_NAMESPACE: Cause.NOT_HELD,
+    Cause.BUSY: Cause.LATE,
+}
+"""What a client is told instead of causes that depend on others."""
 
 
 class Miss(NamedTuple):
@@ -89,20 +102,24 @@ class RequestRecord:
     def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
         """Return plain values for JSON.
 
-        ``for_client`` hides every hint of other tenants: text that another tenant sent appears as
-        never seen.
+        ``for_client`` leaves out all that depends on others: why and when a block left, what was
+        seen in another namespace, how busy the engine is, and measured rates.
         """
         shown: dict[str, Any] = {
             "request": self.request_id,
             "tokens": self.tokens,
             "engine_held": self.computed,
             "matched": [{"tier": tier, "tokens": [a, b]} for tier, a, b in self.matched],
-            "misses": [_miss(_discreet(miss) if for_client else miss) for miss in self.misses],
+            "misses": [
+                _miss(miss) for miss in (_discreet(self.misses) if for_client else self.misses)
+            ],
             "loaded": dict(self.loaded),
             "failures": self.failures,
             "ms": {name: round(1e3 * seconds, 3) for name, seconds in self.steps.items()},
             "outcome": self.outcome,
         }
+        if for_client:
+            return shown
         if self.plan is not None:
             shown["plan"] = _plan(self.plan)
         if self.otherwise is not None:
@@ -115,8 +132,8 @@ class RequestRecord:
         return self.outcome != WAITING
 
 
-def _discreet(miss: Miss) -> Miss:
-    return Miss(Cause.NEVER_SEEN) if miss.cause is Cause.OTHER_NAMESPACE else miss
+def _discreet(misses: Iterable[Miss]) -> Iterable[Miss]:
+    return dict.fromkeys(Miss(_FOR_CLIENTS.get(miss.cause, miss.cause)) for miss in misses)
 
 
 def _miss(miss: Miss) -> dict[str, Any]:

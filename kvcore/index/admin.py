@@ -104,8 +104,9 @@ class Admin:
     ) -> list[Evicted]:
         """Limit a tenant (all ``namespaces`` together) to ``blocks`` of a tier; None lifts it.
 
-        Without namespaces, the tenant is everybody whom no other quota of the tier names. Blocks over the quota are evicted and returned. Blocks that are pinned or in flight stay,
-        and nothing of the tenant is stored until it is below its quota. Raises `ConfigError` if a
+        Without namespaces, the tenant is everybody whom no other quota of the tier names. Blocks
+        over the quota are evicted and returned. Blocks that are pinned or in flight stay, and
+        nothing of the tenant is stored until it is below its quota. Raises `ConfigError` if a
         namespace belongs to another tenant. O(tier); see `kvcore.index.quotas`.
         """
         table = self._state.table(tier)

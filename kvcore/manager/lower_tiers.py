@@ -46,3 +46,8 @@ class LowerTiers:
             if tier.finder is not None
         }
         return cls({tier.name: tier for tier in backings}, breakers, lookups)
+
+    def share_lookups(self, owner_of: Callable[[bytes], str]) -> None:
+        """Share the open lookups of each store fairly between owners of namespaces."""
+        for lookup in self.lookups.values():
+            lookup.owner_of = owner_of

@@ -144,7 +144,8 @@ class KVManager(Manager):
         if max(hit.depth, computed) >= len(hit.keys):
             return False
         # A list, because every store is to be asked: `any` stops at the first that is.
-        asking = [store.ask(hit.keys, promise) for store in self.tiers.lookups.values()]
+        stores = self.tiers.lookups.values()
+        asking = [store.ask(hit.keys, promise, hit.namespace) for store in stores]
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:

@@ -14,7 +14,9 @@ asked for again for a while, so that no prompt waits for a store twice in a row.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
@@ -43,6 +45,7 @@ class _Asked(NamedTuple):
     query: StoreQuery
     start: int
     limit: float
+    owner: str
 
 
 class StoreLookup:
@@ -52,6 +55,9 @@ class StoreLookup:
     Blocks that a node has promised are asked for at that node, whatever the breaker's state, and
     the outcome does not change that state: a node that does not answer tells nothing about the
     store, and the store itself stops asking such a node.
+
+    ``owner_of`` names the owner of a namespace. If all lookups are taken, one of the owner that has
+    most gives way to an owner that has fewer, so that nobody can keep others from the store.
     """
 
     def __init__(
@@ -70,11 +76,14 @@ class StoreLookup:
         self._finder = finder
         self._readable = readable
         self._clock = clock
+        self.owner_of: Callable[[bytes], str] = lambda namespace: ""
         self._asked: dict[bytes, _Asked] = {}  # by the last key of the prompt
         self._absent: dict[bytes, float] = {}  # key -> time until which it is not asked for
         self._nodes: dict[bytes, str] = {}  # key -> node that promised and holds it
 
-    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> bool:
+    def ask(
+        self, keys: Sequence[bytes], promise: Promise | None = None, namespace: bytes = b""
+    ) -> bool:
         """Return True if an answer about this prompt is pending; send a query if it is worth one.
 
         Promised blocks are asked for even if they were absent a moment ago.
@@ -87,7 +96,8 @@ class StoreLookup:
         promise = promise and promise.beyond(start)
         absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
         node_only = self._finder.is_node_only(promise)
-        if absent or not self._may_ask(node_only):
+        owner = self.owner_of(namespace)
+        if absent or not self._may_ask(node_only, owner):
             return False
         query = self._finder.ask(keys[start:], promise)
         if query is None:
@@ -95,7 +105,7 @@ class StoreLookup:
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
         if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience)
+        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner)
         return True
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
@@ -166,7 +176,23 @@ class StoreLookup:
         until = self._absent.get(key)
         return until is not None and self._clock() < until
 
-    def _may_ask(self, node_only: bool) -> bool:
+    def _make_room(self, owner: str) -> None:
+        """Give up the longest lookup of the owner that has most, if it has two more than ``owner``.
+
+        What it found is lost, and its prompt is not asked for again for now.
+        """
+        counts = Counter(asked.owner for asked in self._asked.values())
+        most, count = max(counts.items(), key=itemgetter(1))
+        if count < counts[owner] + 2:
+            return
+        mine = [key for key, asked in self._asked.items() if asked.owner == most]
+        key = max(mine, key=lambda key: self._asked[key].limit)
+        given_up = self._asked.pop(key)
+        self._finder.drop(given_up.query)
+        if not given_up.query.node_only:
+            self._breaker.undecided()
+
+    def _may_ask(self, node_only: bool, owner: str) -> bool:
         """Return True if a query may be sent; only one of the store itself needs the breaker.
 
         Requests may have ended without settling their queries. Late ones are judged first if they
@@ -176,4 +202,6 @@ class StoreLookup:
             for key in [key for key, asked in self._asked.items() if self._is_late(asked)]:
                 self._judge(self._asked.pop(key))
         allowed = node_only or self._breaker.allows()
+        if allowed and len(self._asked) >= MAX_OPEN:
+            self._make_room(owner)
         return len(self._asked) < MAX_OPEN and allowed and self._readable()

@@ -29,6 +29,7 @@ __all__ = [
     "lora_identity",
     "lora_stamp",
     "rope_rule",
+    "settings_digest",
     "weights_identity",
 ]
 
@@ -89,6 +90,15 @@ def lora_stamp(path: str) -> _Stamp:
             f"cannot read the LoRA adapter {path}: {error}; give a local folder"
         ) from error
     return tuple(sorted((n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in found))
+
+
+def settings_digest(config: NamespaceConfig) -> bytes:
+    """Return 16 bytes that are equal in two processes with the same secret and default salt.
+
+    They reveal neither, because a secret is long.
+    """
+    secret = (config.secret or "").encode()
+    return Namespace("kvcore settings", cache_salt=config.salt or "", secret=secret).digest
 
 
 @functools.lru_cache(maxsize=256)

@@ -257,8 +257,9 @@ def build_manager(
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
     if feed is not None:
         manager.upkeep.append(feed.tick)
-    if config.tenants:
+    if config.tenants or config.clients.unnamed_quota:
         manager.upkeep.append(tenants.tick)
+    manager.tiers.share_lookups(tenants.name_of)
     _log.info(
         "kvcore leads: block_tokens=%d block_bytes=%d page_tokens=%s host_blocks=%d tiers=%s",
         config.block.tokens,

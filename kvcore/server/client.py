@@ -31,6 +31,7 @@ from kvcore.manager.base import (
     Source,
     Transport,
 )
+from kvcore.model.identity import settings_digest
 from kvcore.model.keys import pack_tokens
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
@@ -510,6 +511,6 @@ def join_server(
     Raises UnsupportedError if the server refuses the engine, and ConfigError for settings that
     cannot be used.
     """
-    keeper = SessionKeeper(config.server, model)
+    keeper = SessionKeeper(config.server, model, settings_digest(config.namespace))
     keeper.start()
     return RemoteManager(keeper, transport, model.shape, metrics)

@@ -81,12 +81,16 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A leader asks for a session; ``ranks`` is the number of its workers."""
+    """A leader asks for a session; ``ranks`` is the number of its workers.
+
+    ``settings`` is the `settings_digest` of its namespaces, empty from older clients.
+    """
 
     ref: Ref
     model: Model
     ranks: Annotated[int, Meta(ge=1, le=4096)]
     version: Annotated[str, Meta(max_length=64)]
+    settings: Annotated[bytes, Meta(max_length=KEY_BYTES)] = b""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):

@@ -35,7 +35,8 @@ from kvcore.control.messages import ControlReply, ControlRequest, Refused, Wrong
 from kvcore.control.operations import record_refusal
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.events.open import check_events
-from kvcore.server.errors import AmbiguousModel, refusal_kind
+from kvcore.model.identity import settings_digest
+from kvcore.server.errors import AmbiguousModel, Misfit, refusal_kind
 from kvcore.server.exporter import show
 from kvcore.server.messages import (
     Bye,
@@ -84,6 +85,8 @@ BUSY_POLL_MS = 1
 IDLE_POLL_MS = 100
 SWEEP_S = 0.2
 """Seconds between two checks whether the processes of sessions are gone."""
+MAX_WARNED = 64
+"""Log lines about engines with other settings; a client may make up any number of them."""
 BATCH = 64
 """Messages answered before transfers and sessions get their turn."""
 LIMITS = Limits(connections=1024, message=MAX_MESSAGE)
@@ -105,6 +108,8 @@ class Server:
         self._clears_seen: set[Path] = set()  # pending clears that the last sweep found
         self._refusals = 0
         self._admins: frozenset[str] | None = None  # CURVE keys; None: whoever is heard
+        self._settings = settings_digest(config.namespace)
+        self._warned: set[bytes] = set()  # digests of engines with other settings
         self._frame: Any = None  # the last frame received, which tells who sent it
         self._metrics = Metrics("server", enabled=config.metrics.enabled)
         self._close_exporter: Callable[[], None] = lambda: None
@@ -226,6 +231,7 @@ class Server:
         return {
             "version": __version__,
             "refusals": self._refusals,
+            "settings": self._settings.hex(),
             "models": [
                 {
                     "fingerprint": cache.model.fingerprint.hex(),
@@ -320,6 +326,7 @@ class Server:
 
     def _hello(self, client: bytes, hello: Hello) -> ServerReply:
         self.sessions.check_room()
+        self._check_settings(hello)
         cache = self.models.get(hello.model)
         self.models.replay_clears(pending_clears(self._folder.path))
         session = self.sessions.begin(client, hello, cache)
@@ -335,6 +342,20 @@ class Server:
             wants_tokens=cache.wants_tokens,
             node=cache.manager.node,
         )
+
+    def _check_settings(self, hello: Hello) -> None:
+        """Raise Misfit if quotas would act on other namespaces than those of the engine.
+
+        Without quotas and tenants only log it: `kvcore ctl` then selects nothing by salt or tokens.
+        """
+        if hello.settings in (b"", self._settings):
+            return
+        problem = "namespace.secret or namespace.salt differ between this server and an engine"
+        if self._config.tenants or self._config.clients.unnamed_quota:
+            raise Misfit(f"{problem}, and quotas would act on other namespaces: give both the same")
+        if hello.settings not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(hello.settings)
+            _log.warning("%s: `kvcore ctl` finds nothing by tenant, salt or tokens", problem)
 
     def _heartbeat(self, client: bytes, beat: Heartbeat) -> ServerReply:
         session = self.sessions.find(client, beat.session, ranks=True)

@@ -71,8 +71,10 @@ class SessionKeeper:
     and nothing has been heard since.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelDescription) -> None:
+    def __init__(self, config: ServerConfig, model: ModelDescription, settings: bytes) -> None:
+        """Begin nothing yet; ``settings`` is the `settings_digest` of this engine."""
         self._config = config
+        self._settings = settings
         self.model = Model.of(model.shape, model.fingerprint)
         self._ranks = model.world_size
         self.folder = folder_of(config)
@@ -204,7 +206,7 @@ class SessionKeeper:
 
     def _hello(self, timeout: float) -> ServerReply | None:
         self.link.refused = None
-        hello = Hello(self.link.ref(), self.model, self._ranks, __version__)
+        hello = Hello(self.link.ref(), self.model, self._ranks, __version__, self._settings)
         reply = self.link.ask(hello, timeout, alive=self._may_be_welcome)
         if self.link.distrusted:
             return Refused(hello.ref, "distrusted", self.link.distrusted)

@@ -95,6 +95,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         },
         "transfer": {"load_deadline_s": 300},
         "explain": {"path": str(records), "spans": True},
+        "tenants": {
+            "quiet": {"salt": "quiet-1", "report": "off", "promises": False},
+            "brief": {"salt": "brief-1", "report": "tokens"},
+        },
     }
     env = {
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
@@ -128,7 +132,8 @@ def told(served: Served, answer: Generation) -> tuple[dict[str, Any], dict[str, 
         time.sleep(0.05)
     [record] = json.loads(result.stdout)
     del record["at"]
-    without = {name for name in record if name != "misses"}
+    without = {name for name in record if name not in ("misses", "plan", "otherwise")}
+    assert client.keys() == {*without, "misses"}, "rates depend on what others do"
     assert {name: client[name] for name in without} == {name: record[name] for name in without}
     assert record["loaded"] == answer.tiers
     assert sum(record["loaded"].values()) == answer.reused_tokens
@@ -146,7 +151,8 @@ def test_each_way_a_request_can_go(served: Served) -> None:
 
     cold = ask(served, first)
     client, record = told(served, cold)
-    assert causes(client) == causes(record) == ["never seen"]
+    assert causes(client) == ["not held"]
+    assert causes(record) == ["never seen"]
     assert "nothing was found to load" in record["otherwise"]["unknown"]
 
     warm = ask(served, first)
@@ -159,7 +165,7 @@ def test_each_way_a_request_can_go(served: Served) -> None:
 
     stranger = ask(served, first, cache_salt="another tenant")
     client, record = told(served, stranger)
-    assert causes(client) == ["never seen"], "it was told of another tenant"
+    assert causes(client) == ["not held"], "it was told of another tenant"
     assert record["misses"] == [{"cause": "other namespace", "differed": ["cache_salt"]}]
 
     short = ask(served, first[:40])
@@ -188,7 +194,18 @@ def test_each_way_a_request_can_go(served: Served) -> None:
     [miss] = record["misses"]
     assert (miss["cause"], miss["tier"]) == ("evicted", "shelf")
     assert miss["seconds_ago"] > 0
-    assert causes(client) == ["evicted"]
+    assert client["misses"] == [{"cause": "not held"}], "it was told of others' load"
+
+
+def test_a_tenant_is_told_what_its_settings_allow(served: Served) -> None:
+    """The other requests of this module are of no named tenant, and are told everything."""
+    document = served.documents[1]
+    for salt, keys in (("quiet-1", set()), ("brief-1", {"reused_tokens", "tiers"})):
+        ask(served, document, cache_salt=salt)
+        again = ask(served, document, cache_salt=salt)
+        assert set(again.kvcore) == keys
+        assert again.reused_tokens == (0 if salt == "quiet-1" else 592), "it was told nothing"
+    assert "explain" in ask(served, document, cache_salt="of no named tenant").kvcore
 
 
 def test_estimates_are_made_once_all_was_measured(served: Served) -> None:

@@ -62,7 +62,7 @@ def test_one_computes_and_the_other_answers() -> None:
     documents = windows(model, 9, 150, 600, seed=1)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
     env = {"UCX_TLS": "tcp"}
-    consumer = settings(there, guests=["127.0.0.1"])
+    consumer = settings(there, guests=["127.0.0.1"], guest_ports="1024-65535")
     given = {"kv_producer": settings(here), "kv_consumer": consumer}
     with ExitStack() as started:  # both at once
         first, second = (
@@ -121,7 +121,9 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         servers = [
             started.enter_context(server_process(*serving(folders[0], here))),
             started.enter_context(
-                server_process(*serving(folders[1], there, guests=["127.0.0.1"]))
+                server_process(
+                    *serving(folders[1], there, guests=["127.0.0.1"], guest_ports="1024-65535")
+                )
             ),
         ]
         first, second = (

@@ -23,6 +23,13 @@ OPERATOR_COMMANDS = [
         "what that process is. Clients of a server must run as its user.",
     ),
     Trouble(
+        "sglang.keep_on_flush is false, and SGLang has no --admin-api-key: every client can erase "
+        "every tier with /flush_cache",
+        "SGLang's `/flush_cache` is open to every client, and erases KV of all engines that share "
+        "it.",
+        "Start SGLang with `--admin-api-key`, or leave `sglang.keep_on_flush` true.",
+    ),
+    Trouble(
         "an order failed kind=%s",
         "A bug: a command of `kvcore ctl` was not carried out, or only in part.",
         "Report it with the lines around it.",

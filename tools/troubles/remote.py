@@ -63,11 +63,11 @@ REMOTE_STORES = [
         "Nothing before the first prompts. Afterwards, compare the two names and the settings.",
     ),
     Trouble(
-        "a promise names %s, which is neither a peer nor in `guests`",
+        "a promise names %s, which is neither a peer nor in `guests` at `guest_ports`",
         "A request brought a promise of KV at a node that the settings do not admit. Its "
         "blocks are looked for at the peers instead. Logged once per node.",
-        "If the node is yours, add its host or network to `guests`. Otherwise find out who "
-        "sends these requests.",
+        "If the node is yours, add its host or network to `guests`, and its ports to "
+        "`guest_ports`. Otherwise find out who sends these requests.",
     ),
     Trouble(
         "a promise names an invalid node: %s",

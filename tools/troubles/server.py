@@ -71,6 +71,12 @@ SERVER = [
         NOTHING,
     ),
     Trouble(
+        "%s: `kvcore ctl` finds nothing by tenant, salt or tokens",
+        "An engine and the server differ in `namespace.secret` or `namespace.salt`. KV is shared "
+        "as before. A server with tenants or quotas refuses such an engine instead.",
+        "Give both the same secret and salt.",
+    ),
+    Trouble(
         "session is silent session=%d seconds=%.1f",
         "A client's process is alive but sends nothing. The server keeps the slots that its "
         "copies may use.",

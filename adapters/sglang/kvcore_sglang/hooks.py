@@ -39,9 +39,7 @@ _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCache
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
-_UPDATER = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-)
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 

@@ -50,7 +50,8 @@ def fusion_salt(salt: str = "", **fusion: Any) -> str:
 def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
     """Return what a prompt of ``tokens`` tokens asks for; None if its salt does not ask for fusion.
 
-    Raises ConfigError if the salt asks for fusion and is malformed.
+    Raises ConfigError if the salt asks for fusion and is malformed. The error goes to logs, so it
+    does not repeat the salt.
     """
     if cache_salt is None or not cache_salt.startswith(PREFIX):
         return None
@@ -58,10 +59,10 @@ def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
         content = msgspec.json.decode(cache_salt.removeprefix(PREFIX), type=_Content)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ConfigError(
-            f"cache_salt {cache_salt[:80]!r}: {error}; supported after {PREFIX!r} is JSON with "
-            "once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"
+            f"a cache_salt of {len(cache_salt)} characters: {error}; supported after {PREFIX!r} is "
+            "JSON with once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"
         ) from error
     if not content.once:
-        raise ConfigError(f"cache_salt {cache_salt[:80]!r}: once needs a value that is used once")
+        raise ConfigError("a cache_salt whose once is empty; it needs a value that is used once")
     content.fusion.check(tokens)
     return Wish(content.fusion, content.salt or None)

@@ -20,6 +20,7 @@ from kvcore.connector.build import (
     build_worker,
     scheduler_parts,
 )
+from kvcore.connector.clients import Clients
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.connector.fusion_scheduler import FusionTraits
@@ -99,7 +100,10 @@ def build_scheduler_side(
         parts.open_tiers,
         policy=pace,
         handover=Handover(
-            vllm_config.kv_transfer_config.kv_role, settings.promise_s, parts.manager
+            vllm_config.kv_transfer_config.kv_role,
+            settings.promise_s,
+            parts.manager,
+            Clients(config),
         ),
         in_step=in_step,
         media=_media(vllm_config),

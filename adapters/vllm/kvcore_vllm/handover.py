@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvcore.connector.clients import Clients
 from kvcore.connector.disagg import accepted, promised
 from kvcore.manager.base import Manager, Promise
 from kvcore.model.keys import KeyChain
@@ -23,11 +24,13 @@ _PRODUCER = "kv_producer"
 class Handover:
     """Reads promises from requests, and adds them to what a client gets back.
 
-    ``role`` is vLLM's ``kv_role``. Promised KV is waited for up to ``wait_s`` seconds.
+    ``role`` is vLLM's ``kv_role``. Promised KV is waited for up to ``wait_s`` seconds. ``clients``
+    says who may have what.
     """
 
-    def __init__(self, role: str | None, wait_s: float, manager: Manager) -> None:
+    def __init__(self, role: str | None, wait_s: float, manager: Manager, clients: Clients) -> None:
         self._produces = role == _PRODUCER
+        self._clients = clients
         self._wait_s = wait_s
         self._manager = manager
 
@@ -36,6 +39,8 @@ class Handover:
 
         A promise that does not fit is logged and ignored.
         """
+        if not self._clients.rights(chain.namespace).promises:
+            return None
         asked = _asked(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
         return accepted(told, chain, self._wait_s, request.request_id)
@@ -51,18 +56,24 @@ class Handover:
     ) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` for the client of a request that has ended, or None.
 
-        They hold the report that the client asked for, and a promise of the prompt's KV.
+        They hold the report that the client asked for, and a promise of the prompt's KV, as far as
+        the client may have them.
         """
+        rights = self._clients.rights(chain.namespace)
         answer: dict[str, Any] = {}
-        if _asked(request):
+        if rights.tokens and _asked(request):
             answer |= {"reused_tokens": sum(reused.values()), "tiers": reused}
-            answer |= {} if record is None else {"explain": record}
+            answer |= {"explain": record} if rights.explain and record is not None else {}
             answer |= {"fusion": fusion} if fusion else {}
-        if self._produces or (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if rights.promises and self._is_promised(request):
             blocks = min(saved_blocks, request.num_prompt_tokens // chain.block_tokens)
             promise = promised(chain, blocks, self._manager)
             answer |= {} if promise is None else {"promise": promise}
         return {"kvcore": answer} if answer else None
+
+    def _is_promised(self, request: Request) -> bool:
+        params = request.kv_transfer_params or {}
+        return self._produces or bool(params.get("do_remote_decode"))
 
 
 def _asked(request: Request) -> Any:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.config import Config
+from kvcore.connector.clients import Clients
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
@@ -108,7 +109,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
         self._policy = policy
-        self._handover = handover or Handover(None, settings.promise_s, self.manager)
+        self._handover = handover or Handover(
+            None, settings.promise_s, self.manager, Clients(config)
+        )
 
     # -- a request comes --------------------------------------------------------------------
 

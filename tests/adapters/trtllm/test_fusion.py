@@ -463,5 +463,6 @@ def test_other_salts_say_nothing(salt: str | None) -> None:
     ],
 )
 def test_salts_without_sense(content: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as refused:
         read_salt(PREFIX + content, 10)
+    assert content not in str(refused.value), "a salt is a secret"

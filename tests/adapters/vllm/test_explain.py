@@ -114,6 +114,6 @@ def test_another_tenants_request_is_told_to_the_operator_only(tmp_path: Path) ->
     asked.cache_salt, asked.kv_transfer_params = "other", {"kvcore": {"report": True}}
     answer = side.serve(asked)
     assert answer is not None
-    assert answer["kvcore"]["explain"]["misses"] == [{"cause": "never seen"}]
+    assert answer["kvcore"]["explain"]["misses"] == [{"cause": "not held"}]
     newest, _ = records(side, tmp_path)
     assert newest["misses"] == [{"cause": "other namespace", "differed": ["cache_salt"]}]

@@ -45,7 +45,13 @@ def open_store() -> Iterator[Open]:
     made: list[PeerStore] = []
 
     def make(*peers: str, rank: int | None = 0, **options: Any) -> PeerStore:
-        options = {"listen": address(), "lend": 8 * MIB, "timeout_s": PATIENCE_S, **options}
+        options = {
+            "guest_ports": "1-65535",
+            "listen": address(),
+            "lend": 8 * MIB,
+            "timeout_s": PATIENCE_S,
+            **options,
+        }
         made.append(PeerStore(PeerOptions(peers=list(peers), **options), rank))
         return made[-1]
 

@@ -329,10 +329,11 @@ def test_metrics_have_a_series_a_tenant_and_count_orders(opened: Open) -> None:
     space = opened(quota={"host": str(3 * BLOCK)})
     save(space, "ann", words(1, 48))
     ticking(space, lambda: space._metrics.snapshot().get("kvcore_tenant_used_bytes"))
-    order(space, o.ClearBlocks(o.BlockFilter(tenant="bob")))
+    with pytest.raises(ConfigError, match="nothing is held of tenant 'bob', among 1 namespaces"):
+        order(space, o.ClearBlocks(o.BlockFilter(tenant="bob")))
     data = space.take_metrics()
     assert data["kvcore_tenant_quota_bytes"]["ann|host"] == {"arena-1": 3 * BLOCK}
-    assert data["kvcore_control_orders_total"] == {"clear|done": 1}
+    assert data["kvcore_control_orders_total"] == {"clear|refused": 1}
     assert data["kvcore_transfer_bytes_total"]["h2disk"] == 3 * BLOCK
 
 

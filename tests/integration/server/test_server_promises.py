@@ -99,6 +99,7 @@ def start_node(folder: Path, *guests: str, timeout_s: float = 20.0) -> Iterator[
     options = {
         "listen": listen,
         "guests": list(guests),
+        "guest_ports": "1024-65535",
         "lend": "16MiB",
         "timeout_s": timeout_s,
         "lookup_s": 60.0,

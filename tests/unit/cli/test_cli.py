@@ -201,7 +201,10 @@ def test_the_console_script_runs() -> None:
     [
         ("tiers.far.plugin=rediss", "no tier called 'rediss'; did you mean 'redis'?"),
         ("host.policy=lruu", "no policy called 'lruu'; did you mean 'lru'?"),
-        ('tenants.ann={salt="a",quota={hots="1%"}}', "tenants.ann.quota names the tiers hots; there are"),
+        (
+            'tenants.ann={salt="a",quota={hots="1%"}}',
+            "tenants.ann.quota names the tiers hots; there are",
+        ),
         ("host.capacity=4096TiB", "host.capacity is 4096TiB and {path} has"),
     ],
 )

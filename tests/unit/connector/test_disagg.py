@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore._util.circuit_breaker import Breaker, BreakerState
+from kvcore.config import load_config
+from kvcore.connector.clients import Clients
 from kvcore.connector.disagg import accept, promised
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.index import BlockIndex, TierSpec
@@ -342,6 +344,10 @@ def request(params: dict[str, Any] | None) -> Any:
     return SimpleNamespace(request_id="r", num_prompt_tokens=100, kv_transfer_params=params)
 
 
+def handover(role: str, manager: Any, **tables: Any) -> Handover:
+    return Handover(role, 5.0, manager, Clients(load_config(overrides=tables, env={})))
+
+
 @pytest.mark.parametrize(
     ("role", "params", "promises"),
     [
@@ -353,7 +359,7 @@ def request(params: dict[str, Any] | None) -> Any:
     ],
 )
 def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: bool) -> None:
-    told = Handover(role, 5.0, has(9, "n:1")).reply(request(params), chain(PROMPT), 9, {}, {}, None)
+    told = handover(role, has(9, "n:1")).reply(request(params), chain(PROMPT), 9, {}, {}, None)
     asked = params is not None and "kvcore" in params
     assert (told is not None) == (promises or asked)
     if told is None:
@@ -361,18 +367,18 @@ def test_who_promises_what(role: str, params: dict[str, Any] | None, promises: b
     assert ("reused_tokens" in told["kvcore"]) == asked
     assert ("promise" in told["kvcore"]) == promises
     if promises:
-        accepted = Handover("kv_consumer", 5.0, has(0)).accepted
+        accepted = handover("kv_consumer", has(0)).accepted
         assert accepted(request(told), chain(PROMPT)) == Promise(6, 5.0, "n:1"), (
             "no more than the prompt"
         )
         assert accepted(request(told), chain(PROMPT, "tenant")) is None
     for nothing in (None, {}, {"kvcore": True}, {"kvcore": {"promise": 3}}):
-        assert Handover(role, 5.0, has(0)).accepted(request(nothing), chain(PROMPT)) is None
+        assert handover(role, has(0)).accepted(request(nothing), chain(PROMPT)) is None
 
 
 @pytest.mark.parametrize("saved", [0, 1, 6])
 def test_no_more_is_promised_than_was_saved(saved: int) -> None:
-    producer = Handover("kv_producer", 5.0, has(9))
+    producer = handover("kv_producer", has(9))
     told = producer.reply(request(None), chain(PROMPT), saved, {}, {}, None)
     assert (told is None) == (saved == 0)
     if told is not None:

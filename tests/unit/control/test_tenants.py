@@ -9,7 +9,7 @@ import pytest
 
 from kvcore.config import load_config, settings
 from kvcore.config.schema_control import parse_quota
-from kvcore.control.tenants import Tenants, Usage
+from kvcore.control.tenants import UNNAMED, Tenants, Usage, check_quotas
 from kvcore.errors import ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.model.identity import Namespaces, lora_identity
@@ -60,6 +60,28 @@ def test_quotas_are_blocks_of_a_tier() -> None:
     ]
     assert parse_quota("12.5 %", 80) == 10
     assert parse_quota("1KiB", 80) == 1024
+
+
+def test_nobody_has_a_quota_too() -> None:
+    """A client that draws its salts anew for every request gets no more than one of nobody's."""
+    config = load_config(
+        None,
+        {
+            "tenants": {"ann": {"salt": "a", "quota": {"disk": "50%"}}},
+            "clients": {"unnamed_quota": {"host": "20%"}},
+        },
+    )
+    index = BlockIndex([TierSpec("host", 10), TierSpec("disk", 40)])
+    tenants = Tenants(config, b"f" * 16, index, BLOCK, Metrics())
+    for n in range(20):
+        space = tenants.space_of(f"salt-{n}").digest
+        reservation = index.lifecycle.reserve("host", [bytes([n]) * 16], 0, 1, space)
+        index.lifecycle.commit(reservation)
+    assert Usage(UNNAMED, "host", 2, 2) in tenants.usage()
+    assert Usage(UNNAMED, "disk", 0, None) in tenants.usage()
+    assert tenants.digests(UNNAMED) == []
+    with pytest.raises(ConfigError, match=r"clients\.unnamed_quota names the tiers tape"):
+        check_quotas(load_config(None, {"clients": {"unnamed_quota": {"tape": "1%"}}}))
 
 
 @pytest.mark.parametrize(

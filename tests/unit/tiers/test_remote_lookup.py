@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
 from kvcore.tiers.remote import Finder, Shard, StoreQuery
+from kvcore.tiers.remote.lookup import Promise
 from kvcore.tiers.remote.memory import MemoryStore
 from support.stores import GEOMETRY, SPACE, Flaky, key_of
 
@@ -249,6 +251,23 @@ def test_requests_that_go_away_leave_nothing_behind(leader: Leader, store: Flaky
         leader.lookup.ask(keys_of([n]))
         leader.now += 2
     assert len(leader.lookup._asked) <= 256
+
+
+def test_an_owner_of_every_lookup_makes_room_for_others(leader: Leader, store: Flaky) -> None:
+    """A client may promise itself KV that never comes, in as many requests as it likes."""
+    store.gate.clear()
+    leader.lookup.owner_of = lambda space: space.decode().rstrip("0123456789")
+    never = Promise(1, 60.0)
+    for n in range(400):
+        assert leader.lookup.ask(keys_of([n]), never, b"eve%d" % n) == (n < 256)
+    for n in range(200):
+        assert leader.lookup.ask(keys_of([500 + n]), None, b"ann") == (n < 128)
+    assert leader.lookup.ask(keys_of([900]), None, b"bob"), "and for a third"
+    owners = Counter(asked.owner for asked in leader.lookup._asked.values())
+    assert sum(owners.values()) == 256
+    assert owners["bob"] == 1
+    assert len(leader.finder._open) == 256
+    assert leader.breaker.state is BreakerState.CLOSED, "nobody failed"
 
 
 def test_belief_keeps_to_its_budget(store: Flaky) -> None:

@@ -136,6 +136,11 @@ class PeerOptions(StoreOptions):
         'names, addresses, or networks such as "10.0.0.0/16". A promise comes with a request, so '
         "every client may name any node of these. Empty: promises may name peers only.",
     )
+    guest_ports: Annotated[str, Field(pattern=r"^[0-9]+(-[0-9]+)?$")] | None = Field(
+        default=None,
+        description="Ports that a promise may name at `guests`: PORT, or FIRST-LAST. Unset: those "
+        f"of `listen` for up to {_MAX_RANKS} ranks. A client can make this node connect to each.",
+    )
     lend: Size = Field(
         default=parse_size("1GiB"),
         description="Bytes of host memory that each rank lends, in addition to `host.capacity`. "
@@ -179,7 +184,10 @@ class PeerOptions(StoreOptions):
 
     def admits(self, address: str) -> bool:
         """Return True if tcp://HOST:PORT may be a guest."""
-        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        if int(port) not in self._guest_ports():
+            return False
         try:
             number = ipaddress.ip_address(host)
         except ValueError:
@@ -187,6 +195,13 @@ class PeerOptions(StoreOptions):
         return host in self.guests or any(
             number in _network(text) for text in self.guests if "/" in text
         )
+
+    def _guest_ports(self) -> range:
+        if self.guest_ports is None:
+            first = int(self.listen.rpartition(":")[2])
+            return range(first, first + _MAX_RANKS)
+        low, _, high = self.guest_ports.partition("-")
+        return range(int(low), int(high or low) + 1)
 
     def address(self, rank: int) -> str:
         """Return where ``rank`` listens. Raises ConfigError if its port is out of range."""
@@ -419,7 +434,9 @@ class PeerStore(BlockStore):
         refused = len(admitted) < len(others) and node not in self._refused
         if refused and len(self._refused) < _MAX_REFUSED:
             self._refused.add(node)
-            _log.warning("a promise names %s, which is neither a peer nor in `guests`", node)
+            _log.warning(
+                "a promise names %s, which is neither a peer nor in `guests` at `guest_ports`", node
+            )
         return admitted
 
     def _find(self, names: Sequence[str], at: Sequence[str] | None = None) -> set[str]:
