@@ -42,7 +42,8 @@ HEADER = "# Written by `make lock`: every file that pip may install, by its hash
 
 def project() -> dict[str, Any]:
     """Return pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return table
 
 
 # -- requirements with hashes -------------------------------------------------------------------
