@@ -8,18 +8,19 @@ ENGINE ?= vllm
 VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
+RELEASE := .venvs/release/bin
 SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-compat env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site clean clean-env
+.PHONY: help env env-compat env-release env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,8 @@ help:
 	@echo "make bench       the measurements the project promises"
 	@echo "make docs        write the pages that are generated"
 	@echo "make docs-site   the documentation as a site, in site/; fails on a broken link"
+	@echo "make lock        write deploy/requirements*.txt anew: versions and hashes, from the package index"
+	@echo "make release-files  the packages, their bill of materials, requirements and sums, in dist/"
 	@echo "make clean       remove results and caches (clean-env: the environment too)"
 
 env:
@@ -50,6 +53,9 @@ env-compat: env env-sglang
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
 
+env-release:
+	@$(PYTHON) tools/env.py release
+
 demo:
 	@$(PYTHON) tools/env.py $(ENGINE)
 	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
@@ -58,7 +64,7 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
-test: env-compat
+test: env-compat env-release
 	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
@@ -102,8 +108,16 @@ docs: env
 docs-site: env
 	$(SITE)
 
+lock: env-release
+	$(RELEASE)/python -m tools.release lock
+
+release-files: env-release
+	rm -rf dist
+	UV_PYTHON_DOWNLOADS=never $(RELEASE)/uv build --python $(RELEASE)/python --build-constraints deploy/requirements-build.txt --require-hashes
+	$(RELEASE)/python -m tools.release files
+
 clean:
 	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV) .venvs/sglang .venvs/vllm-* .venvs/sglang-*
+	rm -rf $(VENV) .venvs/release .venvs/sglang .venvs/vllm-* .venvs/sglang-*

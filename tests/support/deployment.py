@@ -33,6 +33,17 @@ def tool(name: str) -> Any:
         return pytest.skip(f"{name} is not installed")
 
 
+def release_tool(name: str) -> str:
+    """Return the path of a program of the environment `release`, as `tool` returns a package."""
+    path = ROOT / ".venvs" / "release" / "bin" / name
+    if not path.exists():
+        told = f"{name} is not installed: run python3 tools/env.py release"
+        if os.environ.get("REQUIRE_REMOTE_STORES"):
+            pytest.fail(told)
+        pytest.skip(told)
+    return str(path)
+
+
 def documents(path: Path) -> list[dict[str, Any]]:
     return [found for found in yaml.safe_load_all(path.read_text()) if found]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from support.deployment import (
     documents,
     tool,
 )
+from tools.release import project
 
 # -- settings -------------------------------------------------------------------------------
 
@@ -119,7 +123,84 @@ def test_the_compose_file_is_one_and_its_files_are_there() -> None:
         )
     for service in compose["services"].values():
         assert set(service.get("depends_on", {})) <= compose["services"].keys()
-        assert "image" in service
+        assert "image" in service or (folder / service["build"]["context"] / "LICENSE").is_file()
+        assert set(service["networks"]) <= compose["networks"].keys()
+
+
+def test_the_machine_is_open_to_itself_alone() -> None:
+    [compose] = documents(DEPLOY / "compose" / "compose.yaml")
+    assert compose["networks"]["store"] == {"internal": True}
+    near = {name for name, it in compose["services"].items() if "store" in it["networks"]}
+    assert near == {"engine", "valkey"}, "the store has no password"
+    for name, service in compose["services"].items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert not service.keys() & {"privileged", "ipc", "pid", "network_mode", "cap_add"}, name
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"]), name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert int(service["user"].split(":")[0]) > 0, name
+        assert service["deploy"]["resources"]["limits"].keys() == {"memory", "cpus"}, name
+        image = service.get("image", service.get("build", {}).get("args", {}).get("VLLM_IMAGE"))
+        assert re.fullmatch(r"\$\{[A-Z]+_IMAGE:\?run deploy/pin-images\}", image), name
+    engine, grafana = (compose["services"][name]["environment"] for name in ("engine", "grafana"))
+    assert engine["VLLM_API_KEY"].startswith("${API_KEY:?")
+    assert grafana["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+
+
+FAKE_DOCKER = """#!/bin/sh
+case $1 in
+pull) echo "pulled $3" >&2 ;;
+image) echo "${5%%:*}$AT" ;;
+esac
+"""
+
+
+def pin_images(folder: Path, at: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a copy of the script with a Docker that names each image by ``at``."""
+    (folder / "compose").mkdir(exist_ok=True)
+    (folder / "docker").write_text(FAKE_DOCKER)
+    (folder / "docker").chmod(0o755)
+    script = shutil.copy(DEPLOY / "pin-images", folder / "pin-images")
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "AT": at}
+    return subprocess.run(
+        [script, *arguments], env=env, capture_output=True, text=True, check=False
+    )
+
+
+AT = "@sha256:" + "ab" * 32
+
+
+def test_the_images_of_a_machine_are_pinned_by_one_command(tmp_path: Path) -> None:
+    assert pin_images(tmp_path, "", "VLLM_IMAGE").returncode, "nothing is written yet"
+    assert pin_images(tmp_path, AT).returncode == 0
+    written = (tmp_path / "compose" / ".env").read_text()
+    pins = dict(line.split("=") for line in written.splitlines() if not line.startswith("#"))
+    assert all(re.fullmatch(r"[\w/-]+@sha256:(ab){32}", image) for image in pins.values())
+    wanted = re.findall(r"\$\{([A-Z]+_IMAGE)", (DEPLOY / "compose" / "compose.yaml").read_text())
+    assert pins.keys() == set(wanted)
+    assert pin_images(tmp_path, "", "VLLM_IMAGE").stdout == f"{pins['VLLM_IMAGE']}\n"
+    assert "ARG VLLM_IMAGE\n" in (DEPLOY / "Dockerfile").read_text(), "no default: it has no digest"
+
+
+def test_an_image_without_a_digest_changes_no_pin(tmp_path: Path) -> None:
+    assert pin_images(tmp_path, AT).returncode == 0
+    before = (tmp_path / "compose" / ".env").read_text()
+    assert pin_images(tmp_path, "").returncode == 1
+    assert (tmp_path / "compose" / ".env").read_text() == before
+
+
+def test_the_image_is_built_from_what_the_wheel_needs_alone() -> None:
+    listed = (ROOT / ".dockerignore").read_text().splitlines()
+    rules = [line for line in listed if line and not line.startswith("#")]
+    assert rules[0] == "*", "everything else stays out"
+    kept = {line.removeprefix("!") for line in rules if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in kept)
+    table = project()
+    wheel = table["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    used = {"pyproject.toml", table["project"]["readme"], *table["project"]["license-files"],
+            table["tool"]["hatch"]["build"]["hooks"]["custom"]["path"],
+            "deploy/requirements.txt", "deploy/requirements-build.txt",
+            *(package.split("/")[0] for package in wheel)}  # fmt: skip
+    assert kept == used
 
 
 # -- sizing ---------------------------------------------------------------------------------

@@ -180,6 +180,17 @@ def test_a_stranger_reaches_nothing(name: str, stranger: str) -> None:
 
 
 @deployments
+def test_a_part_for_which_nobody_wrote_a_policy_is_closed(name: str) -> None:
+    found = deployment(name)
+    labels = {label: "new" for pod in ends(found).values() for label in pod.labels}
+    common = {"app.kubernetes.io/instance": "kvcore", "app.kubernetes.io/part-of": "kvcore"}
+    part = End({label: common.get(label, value) for label, value in labels.items()})
+    for other in (*STRANGERS.values(), *ends(found).values()):
+        assert not any(reaches(policies(found), other, part, port) for port in PORTS)
+        assert not any(reaches(policies(found), part, other, port) for port in PORTS)
+
+
+@deployments
 def test_a_pod_of_ours_reaches_nothing_beside_its_own(name: str) -> None:
     found = deployment(name)
     inside = End({"app": "web"}), End({"app": "web"}, "other"), End({}, "kube-system")

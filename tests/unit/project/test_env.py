@@ -232,3 +232,20 @@ def test_stand_ins_are_let_be_until_kvcore_is_there(env: ModuleType, tmp_path: P
         check=True,
     )
     assert "_Import" in done.stdout, done.stderr
+
+
+def test_the_environment_for_releases_is_made_once_and_has_no_engine(
+    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[str] = []
+    monkeypatch.setattr(env.Environment, "pip", lambda _, *packages: installed.extend(packages))
+    arguments = ["release", "--path", str(tmp_path / "release")]
+    assert env.main([*arguments, "--check"]) == 1
+    assert env.main(arguments) == 0
+    assert installed == ["install", *env.RELEASE]
+    assert env.done == ["create"]
+    assert env.main([*arguments, "--check"]) == 0
+    assert env.main(arguments) == 0
+    assert env.done == ["create"]
+    names = [package.partition(";")[0].partition("=")[0] for package in env.RELEASE]
+    assert not {"torch", "kvcore"} & set(names)
