@@ -112,6 +112,7 @@ COUNTED = """
 def test_every_argument_of_this_sglang_was_looked_at() -> None:
     """One that is new counts, until it is found neutral and named in kvcore_sglang.arguments."""
     import msgspec
+
     from kvcore_sglang.arguments import counted
     from kvcore_sglang.testing.standins import install
 
