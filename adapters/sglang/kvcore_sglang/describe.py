@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.identity import rope_rule, weights_identity
-from kvcore.model.ingredients import ModelIdentity, split_config
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore_sglang.identity import checkpoint_configs, find_model, model_identity
 from kvcore_sglang.layout import Pool, read_pool
 
 SERVED_COMPONENTS = frozenset({"FULL"})
@@ -59,7 +58,8 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
     config = ModelConfig.from_server_args(server_args)
     rank = find_rank(params)
     page_tokens = int(params.page_size)
-    pool = read_pool(params.token_to_kv_pool_allocator.get_kvcache(), page_tokens)
+    kept = params.token_to_kv_pool_allocator.get_kvcache()
+    pool = read_pool(kept, page_tokens)
     mla = pool.v_dim is None
     if mla and rank.ranks > 1:
         raise UnsupportedError(
@@ -80,8 +80,8 @@ def describe(server_args: Any, params: Any, components: Iterable[Any], block_tok
         block_tokens=block_tokens,
         dtype=pool.dtype,
     )
-    text = _checkpoint_config(server_args, config)
-    identity = model_identity(server_args, config, pool.dtype)
+    _, text = checkpoint_configs(server_args, config)
+    identity = model_identity(server_args, config, pool.dtype, find_model(kept))
     model = ModelDescription(
         shape,
         (LayerGroup(0, page_tokens, tuple(range(pool.layers))),),
@@ -126,56 +126,3 @@ def _check_arguments(server_args: Any, params: Any) -> None:
         raise UnsupportedError(f"disaggregation_mode={mode!r}; kvcore serves one whole engine")
     if getattr(server_args, "enable_dp_attention", False):
         raise UnsupportedError("enable_dp_attention: ranks hold the KV of different requests")
-
-
-def model_identity(server_args: Any, config: Any, dtype: str) -> ModelIdentity:
-    """Return what shapes the engine's KV; it equals that of other adapters that apply the same."""
-    text = _checkpoint_config(server_args, config)
-    overrides = str(getattr(server_args, "json_model_override_args", None) or "{}")
-    weights = weights_identity(
-        str(config.model_path),
-        getattr(server_args, "revision", None),
-        getattr(config.hf_config, "_commit_hash", None),
-    )
-    shared, _ = split_config(text, text)
-    return ModelIdentity(
-        config=shared,
-        weights=weights.digest,
-        load=None,
-        code=None,
-        compute_dtype=str(config.dtype),
-        quantization=config.quantization,
-        kv_dtype=f"torch.{dtype}",
-        kv_scales=None,
-        rope=rope_rule(text, "sglang", config.context_len),
-        windows=None,
-        attention=None,
-        lora=None,
-        own=None if overrides.strip() == "{}" else overrides,
-        alone=(weights.alone,) if weights.alone else (),
-    )
-
-
-def _checkpoint_config(server_args: Any, config: Any) -> dict[str, Any]:
-    """Return the text model's config as its checkpoint has it.
-
-    SGLang changes the config that it works with. In every config that is read it also writes an
-    older name beside the rope's type; that name is removed here.
-    """
-    import transformers
-
-    hf: Any = transformers
-    try:
-        loaded = hf.AutoConfig.from_pretrained(
-            str(config.model_path),
-            revision=getattr(server_args, "revision", None),
-            trust_remote_code=bool(getattr(server_args, "trust_remote_code", False)),
-        ).get_text_config()
-    except (OSError, ValueError):  # not a Hugging Face checkpoint: use what SGLang works with
-        loaded = config.hf_text_config
-    found = dict(loaded.to_dict())
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = found.get(name)
-        if isinstance(rope, dict) and rope.get("type") == rope.get("rope_type"):
-            found[name] = {key: value for key, value in rope.items() if key != "type"}
-    return found

@@ -22,7 +22,6 @@ from kvcore.connector.engine_layers import (
     check_architecture,
     check_arguments,
     check_count,
-    live_objects,
     refuse_unlike,
 )
 from kvcore.connector.fusion_worker import ServedRequest
@@ -59,19 +58,6 @@ def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
     if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
         raise UnsupportedError("fusion is not served with LoRA adapters on SGLang")
     return tuple(rope_of(checkpoint.text, layer) for layer in range(shape.layers))
-
-
-def find_model(pool: Any) -> Any:
-    """Return the model of this process whose KV is in ``pool``.
-
-    Raises UnsupportedError if there is none.
-    """
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    for found in live_objects(ModelRunner):
-        if vars(found).get("token_to_kv_pool") is pool:
-            return found.model
-    raise UnsupportedError("the model of this process was not found")
 
 
 class SglangLayers(TensorParallelLayers):

@@ -68,11 +68,25 @@ def around_match(original: Original, wrapper: Any, key: Any, req: Any, result: A
     linker = kvcore_linker(wrapper.cache)
     if linker is None:
         return original(wrapper, key, req, result)
-    if getattr(req, "positional_embed_overrides", None) is not None:
-        req.skip_radix_cache_insert = True  # its tokens do not determine its KV
+    if undetermined(req, linker.vocabulary):
+        req.skip_radix_cache_insert = True
         return result
     with linker.asking(key, result.device_prefix_len, req):
         return original(wrapper, key, req, result)
+
+
+def undetermined(req: Any, vocabulary: int) -> bool:
+    """Return True if the tokens of a request do not determine its KV.
+
+    That is so for embeddings in place of tokens, and for a medium whose content no token stands
+    for, as in models that run Transformers' code. Elsewhere SGLang puts numbers beyond the
+    ``vocabulary`` in the place of a medium, and the linker knows these.
+    """
+    for name in ("positional_embed_overrides", "input_embeds"):
+        if getattr(req, name, None) is not None:
+            return True
+    media = getattr(getattr(req, "multimodal_inputs", None), "mm_items", None)
+    return bool(media) and max(req.origin_input_ids, default=0) < vocabulary
 
 
 def around_insert(original: Original, cache: Any, params: Any) -> Any:
@@ -147,7 +161,10 @@ def around_handle_generate_request(
     """Remember what a new request was made from, and look it up."""
     result = original(scheduler, recv_req, **options)
     queued = scheduler.waiting_queue
-    if queued and queued[-1].rid == recv_req.rid and kvcore_linker(scheduler.tree_cache):
+    linker = kvcore_linker(scheduler.tree_cache)
+    if queued and queued[-1].rid == recv_req.rid and linker:
+        if undetermined(queued[-1], linker.vocabulary):
+            queued[-1].skip_radix_cache_insert = True
         setattr(queued[-1], SOURCE, (weakref.ref(scheduler), recv_req))
         _look_up(scheduler.tree_cache, queued[-1])
     return result

@@ -32,9 +32,10 @@ from kvcore_sglang import hooks
 from kvcore_sglang.books import Offer, Tokens
 from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
-from kvcore_sglang.fusion import SglangLayers, find_model, ropes_of
+from kvcore_sglang.fusion import SglangLayers, ropes_of
 from kvcore_sglang.fusion_scheduler import Asking, asking_of
 from kvcore_sglang.gate import LayerGate
+from kvcore_sglang.identity import find_model
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
 from kvcore_sglang.plugin import linker_base
@@ -356,6 +357,12 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
     def wants_inserts(self) -> bool:
         """True if kvcore serves the model."""
         return self._parts is not None
+
+    @property
+    def vocabulary(self) -> int:
+        """The model's number of tokens, where kvcore serves it."""
+        assert self._parts is not None
+        return self._parts.served.vocabulary
 
     def begin_insert(self) -> None:
         """Begin an insert: the nodes that are offered next belong to it."""

@@ -27,6 +27,7 @@ _LINKER = f"{_UNIFIED}.unified_cache_linker"
 _STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _REQUEST = "sglang.srt.managers.schedule_batch:Req"
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
 _ATTENTION = "sglang.srt.layers.radix_attention:RadixAttention"
 
@@ -58,6 +59,7 @@ _AS_LINKER: tuple[Want, ...] = (
             "refuse",
             "stages",
             "state",
+            "vocabulary",
             "wants_inserts",
             "weights_changed",
         ),
@@ -167,10 +169,13 @@ PROBES = (
                 "dtype",
                 "get_total_num_kv_heads",
                 "hf_config",
+                "is_multimodal",
                 "model_path",
                 "quantization",
                 "vocab_size",
             ),
+            Fields(_RUNNER, "is_draft_worker", "model", "token_to_kv_pool"),
+            Fields(_ATTENTION, "sliding_window_size", "use_irope"),
         ),
     ),
     Probe(
@@ -213,7 +218,6 @@ PROBES = (
             Has(f"{_BATCH}:ForwardMode.EXTEND"),
             Binds("sglang.srt.layers.layer_boundary.residual.batch:start", 1),
             Binds("sglang.srt.layers.layer_boundary.residual.batch:to_pp", 2),
-            Fields("sglang.srt.model_executor.model_runner:ModelRunner", "token_to_kv_pool"),
         ),
         without="exact prefixes only",
     ),

@@ -18,7 +18,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
+import secrets
 from collections.abc import Sequence
 from operator import mul
 from typing import Any
@@ -32,10 +34,12 @@ from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
 from kvcore.tiers.geometry import Geometry
-from kvcore_sglang.describe import model_identity
+from kvcore_sglang.identity import model_identity, serving_model
 from kvcore_sglang.plugin import storage_base
 
 __all__ = ["HostPages", "KVCoreStorage"]
+
+_log = logging.getLogger("kvcore.sglang.storage")
 
 SETTINGS = "kvcore"
 """The key of kvcore's settings in HiCache's extra configuration."""
@@ -282,9 +286,21 @@ def _identity(storage: Any, server_args: Any, pages: HostPages, secret: str | No
     from sglang.srt.configs.model_config import ModelConfig
 
     config = ModelConfig.from_server_args(server_args)
-    model = model_identity(server_args, config, pages.dtype).fingerprint
+    if config.is_multimodal:
+        raise UnsupportedError(
+            "a model that takes media: in HiCache a client may name the content of a medium "
+            "(mm_hashes), and a page's key does not tell who named it; use kvcore's linker, or "
+            "serve text only (--language-model-only)"
+        )
+    model = model_identity(server_args, config, pages.dtype, serving_model())
+    if model.alone:
+        _log.warning(
+            "KV of this engine is not shared, and not found after a restart: %s",
+            "; ".join(model.alone),
+        )
     text = {
-        "model": model.hex(),
+        "model": model.fingerprint.hex(),
+        "alone": secrets.token_hex(16) if model.alone else None,
         "secret": secret,
         "pool": pages.describe(),
         "rank": {name: getattr(storage, name) for name in RANK_FIELDS},

@@ -7,17 +7,16 @@ the engine may have changed them, as it does for FlashMLA.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.model.identity import Weights, rope_rule, weights_identity
-from kvcore.model.ingredients import ModelIdentity, split_config
+from kvcore.model.ingredients import ModelIdentity
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, head_range
+from kvcore_trtllm.identity import model_identity, overridden
 
 ORDERS = {"TRTLLM": "HND", "FLASHINFER": "HND", "VANILLA": "NHD"}
 """The inner order of a page, by attention backend."""
@@ -27,7 +26,10 @@ FLASH_MLA_PAGE = 64
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts from the checkpoint and the engine's arguments. ``kv_heads`` are those of all ranks."""
+    """Facts from the checkpoint and the engine's arguments. ``kv_heads`` are those of all ranks.
+
+    ``config`` is the text model's, as the engine applies it.
+    """
 
     layers: int
     kv_heads: int
@@ -37,8 +39,8 @@ class ModelFacts:
     world_size: int
     page_tokens: int
     kv_dtype: str
-    identity: Mapping[str, object]
-    weights: Weights
+    config: Mapping[str, Any]
+    identity: ModelIdentity
 
     @property
     def mla(self) -> bool:
@@ -106,6 +108,7 @@ def describe(llm_args: Any) -> ModelFacts:
             "speculative decoding: TensorRT-LLM does not report draft tokens to a connector"
         )
     config, folder = _checkpoint(llm_args)
+    config = overridden(config, llm_args)
     _check_layers(config, llm_args)
     world_size = int(llm_args.tensor_parallel_size or 1)
     mla = config.get("kv_lora_rank") is not None
@@ -128,9 +131,9 @@ def describe(llm_args: Any) -> ModelFacts:
         world_size=world_size,
         page_tokens=int(llm_args.kv_cache_config.tokens_per_block),
         kv_dtype=kv_dtype,
-        identity=_identity(llm_args, config, kv_dtype),
-        weights=weights_identity(
-            folder or str(llm_args.model), getattr(llm_args, "revision", None), None
+        config=config,
+        identity=model_identity(
+            llm_args, config, folder, _compute_dtype(llm_args, config), kv_dtype
         ),
     )
 
@@ -145,33 +148,8 @@ def whole(facts: ModelFacts, groups: tuple[LayerGroup, ...], block_tokens: int) 
         block_tokens=block_tokens,
         dtype=facts.kv_dtype,
     )
-    identity = model_identity(facts)
-    return Description(
-        shape, groups, identity.fingerprint, facts.world_size, facts, alone=identity.alone
-    )
-
-
-def model_identity(facts: ModelFacts) -> ModelIdentity:
-    """Return what shapes the engine's KV."""
-    own = {name: item for name, item in facts.identity.items() if name.startswith("kvcore_")}
-    text = {name: item for name, item in facts.identity.items() if name not in own}
-    config, _ = split_config(text, text)
-    return ModelIdentity(
-        config=config,
-        weights=facts.weights.digest,
-        load=None,
-        code=None,
-        compute_dtype=str(own.get("kvcore_compute_dtype")),
-        quantization=own.get("kvcore_quantization"),
-        kv_dtype=f"torch.{facts.kv_dtype}",
-        kv_scales=own.get("kvcore_kv_scales"),
-        rope=own.get("kvcore_rope"),
-        windows=None,
-        attention=None,
-        lora=None,
-        own=None,
-        alone=(facts.weights.alone,) if facts.weights.alone else (),
-    )
+    told = facts.identity
+    return Description(shape, groups, told.fingerprint, facts.world_size, facts, alone=told.alone)
 
 
 def _checkpoint(llm_args: Any) -> tuple[dict[str, Any], str]:
@@ -209,6 +187,11 @@ def _check_layers(config: Mapping[str, Any], llm_args: Any) -> None:
         raise UnsupportedError(
             "sparse attention: its index is in a pool beside K and V that connectors do not get"
         )
+    if getattr(llm_args, "kv_cache_compression_config", None) is not None:
+        raise UnsupportedError(
+            "kv_cache_compression_config: what it keeps of a prompt's KV depends on more than the "
+            "prompt"
+        )
     for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
         if not isinstance(config.get(name), int):
             raise UnsupportedError(f"a config without {name}: not a decoder that kvcore knows")
@@ -236,7 +219,12 @@ def _kv_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
         raise UnsupportedError(
             "KV in NVFP4: its block scales are in a pool that connectors do not get; use fp8"
         )
-    return _NAMED_DTYPES.get(name, _compute_dtype(llm_args, config) if name == "auto" else name)
+    found = _NAMED_DTYPES.get(name, _compute_dtype(llm_args, config) if name == "auto" else name)
+    if found not in ITEM_BYTES:
+        raise UnsupportedError(
+            f"KV of type {name!r}; kvcore serves {', '.join(sorted(ITEM_BYTES))}"
+        )
+    return found
 
 
 def _compute_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
@@ -244,20 +232,3 @@ def _compute_dtype(llm_args: Any, config: Mapping[str, Any]) -> str:
     if name == "auto":
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return name.removeprefix("torch.")
-
-
-def _identity(llm_args: Any, config: Mapping[str, Any], kv_dtype: str) -> dict[str, object]:
-    """Return the whole config, with the engine's settings that shape KV.
-
-    An 8-bit KV means nothing without its scales. They are the checkpoint's, or 1 if the environment
-    says so.
-    """
-    scales = os.environ.get("TRTLLM_LOAD_KV_SCALES") if ITEM_BYTES.get(kv_dtype) == 1 else None
-    algorithm = getattr(getattr(llm_args, "quant_config", None), "quant_algo", None)
-    return {
-        **config,
-        "kvcore_rope": rope_rule(config, "trtllm", getattr(llm_args, "max_seq_len", None)),
-        "kvcore_quantization": None if algorithm is None else str(algorithm),
-        "kvcore_compute_dtype": f"torch.{_compute_dtype(llm_args, config)}",
-        "kvcore_kv_scales": scales,
-    }

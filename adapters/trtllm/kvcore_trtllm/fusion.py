@@ -55,16 +55,16 @@ Gather = Callable[[bytes], list[bytes]]
 
 def ropes_of(llm_args: Any, facts: ModelFacts) -> tuple[Rope | None, ...]:
     """Return the rope of every layer. Raises UnsupportedError if the model cannot be blended."""
-    check_architecture(facts.identity.get("architectures") or [], ARCHITECTURES)  # type: ignore[arg-type]
+    check_architecture(facts.config.get("architectures") or [], ARCHITECTURES)
     unlike = {
         "latent attention": facts.mla,
         f"K kept as {facts.kv_dtype}": ITEM_BYTES[facts.kv_dtype] == 1,
-        "quantised weights": facts.identity.get("kvcore_quantization"),
+        "quantised weights": facts.identity.quantization,
         "torch_compile_config": getattr(llm_args, "torch_compile_config", None),
         "sparse_attention_config": getattr(llm_args, "sparse_attention_config", None),
     }
     refuse_unlike(unlike, "a model with")
-    return tuple(rope_of(facts.identity, layer) for layer in range(facts.layers))
+    return tuple(rope_of(facts.config, layer) for layer in range(facts.layers))
 
 
 class TrtllmLayers(EngineLayers):

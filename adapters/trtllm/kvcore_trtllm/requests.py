@@ -7,18 +7,27 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.fusion.options import FusionOptions
 from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
-from kvcore.model.identity import Namespaces, lora_identity
-from kvcore.model.keys import Extra, KeyChain, Namespace
+from kvcore.model.identity import Namespaces, lora_identity, lora_stamp
+from kvcore.model.keys import KeyChain, Namespace
 from kvcore.transfer.graph import Span
 from kvcore_trtllm.salt import Wish, read_salt
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
+
+
+class _Adapter(NamedTuple):
+    """An adapter as it was at its first request: folder, state of its files, and name."""
+
+    path: str
+    stamp: object
+    name: str
 
 
 @dataclass
@@ -116,34 +125,35 @@ def keep(
         return None
 
 
+_EMBEDDED = (
+    "prompt_embedding_table",
+    "encoder_input_features",
+    "encoder_tokens",
+    "multimodal_embedding",
+)
+"""Fields of a request whose tokens do not determine its KV."""
+
+_POSITIONS = frozenset({"mrope_config"})
+"""Multimodal data that every request of some models has, a text as well."""
+
+
 def excluded(request: Any) -> bool:
     """Return True if the request's KV must not be stored or looked up.
 
-    That is so if its tokens do not determine its KV, or if it is a dummy.
+    That is so if its tokens do not determine its KV, or if it is a dummy. Requests with media are
+    left alone: some versions tell a connector no digest of them, and the digest that others tell
+    leaves out shapes, the processor's arguments and the sampling of frames.
     """
     if any(
         getattr(request, name, False) is True
         for name in ("is_dummy_request", "is_attention_dp_dummy", "is_cuda_graph_dummy")
     ):
         return True
-    if any(
-        getattr(request, name, None) is not None
-        for name in ("prompt_embedding_table", "encoder_input_features", "encoder_tokens")
-    ):
+    if any(getattr(request, name, None) is not None for name in _EMBEDDED):
         return True
-    embedded = getattr(request, "multimodal_embedding", None) is not None
-    return embedded and not getattr(request, "multimodal_hashes", None)
-
-
-def extras(request: Any) -> list[Extra]:
-    """Return digests of the request's images and the like, if the engine's version has them."""
-    hashes = getattr(request, "multimodal_hashes", None) or []
-    positions = getattr(request, "multimodal_positions", None) or []
-    lengths = getattr(request, "multimodal_lengths", None) or []
-    return [
-        Extra(int(position), int(length), ",".join(map(str, digest)).encode())
-        for digest, position, length in zip(hashes, positions, lengths, strict=True)
-    ]
+    if getattr(request, "multimodal_hashes", None):
+        return True
+    return bool(set(getattr(request, "py_multimodal_data", None) or ()) - _POSITIONS)
 
 
 def wish_of(request: Any, tokens: int) -> Wish | None:
@@ -157,8 +167,8 @@ def wish_of(request: Any, tokens: int) -> Wish | None:
     except ConfigError as error:
         _log.warning("request %s is answered without fusion: %s", request.request_id, error)
         return None
-    if wish is not None and (_has_lora(request) or extras(request)):
-        _log.debug("request %s has an adapter or pictures: no fusion", request.request_id)
+    if wish is not None and _has_lora(request):
+        _log.debug("request %s has an adapter: no fusion", request.request_id)
         return wish._replace(options=FusionOptions(enabled=False))
     return wish
 
@@ -178,20 +188,42 @@ class RequestNamespaces:
     def __init__(self, namespaces: Namespaces) -> None:
         self._namespaces = namespaces
         self._epoch = secrets.token_hex(16)
+        self._adapters: dict[int | str, _Adapter] = {}
+        self._limit = LogLimit()
 
-    def of(self, request: Any, wish: Wish | None = None) -> Namespace:
+    def of(self, request: Any, wish: Wish | None = None) -> Namespace | None:
+        """Return the namespace of a request, or None if its adapter cannot be told from others."""
+        lora = self._lora(request)
         salt = _salt(request) if wish is None else wish.salt
-        return self._namespaces.of(self._lora(request), salt)
+        return None if lora is None else self._namespaces.of(lora, salt)
 
-    def _lora(self, request: Any) -> str:
+    def _lora(self, request: Any) -> str | None:
         path = getattr(request, "py_lora_path", None)
-        if path:
-            try:
-                return lora_identity(Path(path).name, str(path))
-            except UnsupportedError:
-                return f"{self._epoch}:{path}"
         number = getattr(request, "lora_task_id", None)
-        return "" if number is None else f"{self._epoch}:{number}"
+        if not path:
+            return "" if number is None else f"{self._epoch}:{number}"
+        now = self._adapter(number, str(path))
+        first = self._adapters.setdefault(str(path) if number is None else number, now)
+        if first == now:
+            return first.name
+        if self._limit.admit(path) is not None:
+            _log.warning(
+                "requests with LoRA adapter %s run without kvcore: its files have changed, or its "
+                "number was another adapter's; load a changed adapter under a new number",
+                path,
+            )
+        return None
+
+    def _adapter(self, number: int | None, path: str) -> _Adapter:
+        """Return an adapter as it is now.
+
+        The engine keeps an adapter by its number, whatever its folder and its files are later. If
+        they have changed, it is not known which of them computes.
+        """
+        try:
+            return _Adapter(path, lora_stamp(path), lora_identity(Path(path).name, path))
+        except UnsupportedError:
+            return _Adapter(path, None, f"{self._epoch}:{number}:{path}")
 
 
 def _salt(request: Any) -> str | None:

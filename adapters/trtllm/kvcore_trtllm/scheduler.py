@@ -47,7 +47,6 @@ from kvcore_trtllm.requests import (
     Tracked,
     Use,
     excluded,
-    extras,
     keep,
     wish_of,
 )
@@ -122,12 +121,14 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             return 0, False
         tokens = request.get_tokens(0)
         wish = wish_of(request, len(tokens))
-        chain = KeyChain(self._identity.of(request, wish), self._block)
-        pictures = extras(request)
-        chain.extend(tokens, pictures)
+        namespace = self._identity.of(request, wish)
+        if namespace is None:
+            return 0, False
+        chain = KeyChain(namespace, self._block)
+        chain.extend(tokens)
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
         self._requests[request.request_id] = tracked
-        if not pictures and (self._fusion is not None or self.manager.wants_tokens):
+        if self._fusion is not None or self.manager.wants_tokens:
             tracked.tokens = list(tokens)
         if wish is not None and computed:
             tracked.approximate_from = 0  # its salt was used before, perhaps by a blend

@@ -60,6 +60,7 @@ def test_flags_that_it_writes_itself_are_refused(flag: str) -> None:
 class Linker:
     wants_inserts = True
     stages = False
+    vocabulary = 1000
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -120,12 +121,43 @@ def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
     assert linker.calls == [("asking", "key", 32, req), "lookup", "asked"]
 
 
-def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept() -> None:
+PICTURE = SimpleNamespace(mm_items=[object()])
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"positional_embed_overrides": [1]}, True),
+        ({"input_embeds": [[0.5]]}, True),
+        ({"multimodal_inputs": PICTURE, "origin_input_ids": [5, 6]}, True),
+        ({"multimodal_inputs": PICTURE, "origin_input_ids": [5, 1_000_007]}, False),
+        ({"multimodal_inputs": SimpleNamespace(mm_items=[]), "origin_input_ids": [5]}, False),
+        ({"multimodal_inputs": None, "origin_input_ids": [5]}, False),
+    ],
+)
+def test_tokens_that_do_not_tell_their_kv_are_neither_looked_up_nor_kept(
+    fields: dict[str, Any], alone: bool
+) -> None:
+    """A picture that no token stands for, as under Transformers' code. Where numbers beyond the
+    vocabulary stand for it, the linker leaves the request alone by itself."""
     wrapper = SimpleNamespace(cache=cache_of(Linker()))
-    req = SimpleNamespace(positional_embed_overrides=[1])
+    req = SimpleNamespace(skip_radix_cache_insert=False, **fields)
     result = SimpleNamespace(device_prefix_len=0)
-    assert hooks.around_match(lambda *a: "matched", wrapper, "key", req, result) is result
-    assert req.skip_radix_cache_insert is True
+    found = hooks.around_match(lambda *a: "matched", wrapper, "key", req, result)
+    assert found is (result if alone else "matched")
+    assert req.skip_radix_cache_insert is alone
+
+
+def test_such_requests_are_not_kept_if_they_are_never_looked_up() -> None:
+    """A request of less than a page is not."""
+    scheduler, made = Scheduler(), Req("a")
+    made.input_embeds = [[0.5]]
+
+    def queue(scheduler: Scheduler, message: Any) -> None:
+        scheduler.waiting_queue.append(made)
+
+    hooks.around_handle_generate_request(queue, scheduler, SimpleNamespace(rid="a"))
+    assert made.skip_radix_cache_insert
 
 
 @pytest.mark.parametrize("blended", [True, False])
@@ -167,6 +199,8 @@ class Req:
         self.output_ids: list[int] = []
         self.finished_output = False
         self.finished_reason: Any = None
+        self.input_embeds: list[list[float]] | None = None
+        self.skip_radix_cache_insert = False
         self._finished = finished
 
     def finished(self) -> bool:

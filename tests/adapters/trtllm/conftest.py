@@ -26,6 +26,29 @@ def folder() -> Path:
     return tiny_model("llama")
 
 
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a folder with a config and a few bytes of weights."""
+    import transformers
+
+    hf: Any = transformers
+
+    def make(kind: str = "LlamaConfig", **fields: Any) -> Path:
+        sizes = {
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "vocab_size": 128,
+        }
+        getattr(hf, kind)(**{**sizes, **fields}).save_pretrained(tmp_path)
+        (tmp_path / "model.bin").write_bytes(b"weights")
+        return tmp_path
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Any:
     return load(folder)

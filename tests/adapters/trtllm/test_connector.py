@@ -147,15 +147,7 @@ def test_large_loads_park_the_request(
 # --- kept apart -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"cache_salt": "b"},
-        {"lora_task_id": 7},
-        {"multimodal_hashes": [[1, 2]], "multimodal_positions": [4], "multimodal_lengths": [8]},
-    ],
-    ids=["salt", "lora", "picture"],
-)
+@pytest.mark.parametrize("fields", [{"cache_salt": "b"}, {"lora_task_id": 7}], ids=["salt", "lora"])
 def test_what_must_not_be_shared_is_not(make: Make, fields: dict[str, Any]) -> None:
     harness = make()
     prompt = tokens(1, 100)
@@ -168,22 +160,14 @@ def test_what_must_not_be_shared_is_not(make: Make, fields: dict[str, Any]) -> N
     assert loaded(harness) == 96
 
 
-def test_pictures_before_which_tokens_agree_share_that(make: Make) -> None:
-    harness = make()
-    prompt = tokens(1, 100)
-    harness.generate([prompt], 1)
-    settle(harness)
-    picture = {
-        "multimodal_hashes": [[1, 2]],
-        "multimodal_positions": [50],
-        "multimodal_lengths": [8],
-    }
-    harness.generate([prompt], 1, **picture)
-    assert loaded(harness) == 48
-
-
 @pytest.mark.parametrize(
-    "fields", [{"is_dummy_request": True}, {"prompt_embedding_table": object()}]
+    "fields",
+    [
+        {"is_dummy_request": True},
+        {"prompt_embedding_table": object()},
+        {"multimodal_hashes": [[1, 2]], "multimodal_positions": [50], "multimodal_lengths": [8]},
+        {"py_multimodal_data": {"image": {"pixel_values": object()}}},
+    ],
 )
 def test_requests_that_tokens_do_not_tell_are_left_alone(
     make: Make, fields: dict[str, Any]

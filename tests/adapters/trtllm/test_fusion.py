@@ -38,6 +38,7 @@ from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.salt import PREFIX, fusion_salt, read_salt
 from kvcore_trtllm.testing import HarnessArgs, Limits, installed, modules
 from support import trtllm_parts
+from support.identity import plain
 
 pytestmark = pytest.mark.slow  # a model runs in the harness
 
@@ -294,9 +295,9 @@ CONFIG = {
 
 
 def facts(**changes: Any) -> ModelFacts:
-    identity = {**CONFIG, **changes.pop("config", {})}
+    config = {**CONFIG, **changes.pop("config", {})}
     shape = {"layers": 2, "kv_heads": 1, "kv_dtype": "bfloat16"}
-    return trtllm_parts.facts(**{**shape, "identity": identity, **changes})
+    return trtllm_parts.facts(**{**shape, "config": config, **changes})
 
 
 def test_a_llama_is_served() -> None:
@@ -309,7 +310,7 @@ def test_a_llama_is_served() -> None:
         ({"config": {"architectures": ["MixtralForCausalLM"]}}, {}, "Mixtral"),
         ({"kv_factor": 1}, {}, "latent"),
         ({"kv_dtype": "float8_e4m3fn"}, {}, "float8_e4m3fn"),
-        ({"config": {"kvcore_quantization": "FP8"}}, {}, "quantised weights"),
+        ({"identity": plain(quantization=["trtllm", "FP8"])}, {}, "quantised weights"),
         ({}, {"torch_compile_config": object()}, "torch_compile_config"),
         ({}, {"sparse_attention_config": object()}, "sparse_attention_config"),
         (

@@ -14,52 +14,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvcore.config import Config  # noqa: E402
 from kvcore.connector.messages import StepReport  # noqa: E402
 from kvcore.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
-from kvcore.model.identity import Namespaces, weights_identity  # noqa: E402
 from kvcore.model.spec import LayerGroup  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
-from kvcore_trtllm.describe import ModelFacts, check_settings, describe, whole  # noqa: E402
+from kvcore_trtllm.describe import check_settings, describe  # noqa: E402
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan  # noqa: E402
-from kvcore_trtllm.requests import RequestNamespaces, excluded, extras  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
-from support.trtllm_parts import facts, make_graph, request  # noqa: E402
+from support.trtllm_parts import args, facts, make_graph  # noqa: E402
 
 # --- settings ---------------------------------------------------------------------------------
-
-
-def args(folder: Path | str = "", **changes: Any) -> SimpleNamespace:
-    made = SimpleNamespace(
-        model=str(folder),
-        revision=None,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        context_parallel_size=1,
-        enable_attention_dp=False,
-        max_beam_width=1,
-        attn_backend="TRTLLM",
-        dtype="auto",
-        quant_config=None,
-        speculative_config=None,
-        scheduler_config=SimpleNamespace(capacity_scheduler_policy="GUARANTEED_NO_EVICT"),
-        kv_cache_config=SimpleNamespace(
-            enable_block_reuse=True,
-            enable_partial_reuse=False,
-            tokens_per_block=32,
-            dtype="auto",
-            host_cache_size=0,
-            max_attention_window=None,
-        ),
-    )
-    for name, value in changes.items():
-        *path, last = name.split("__")
-        place: Any = made
-        for part in path:
-            place = getattr(place, part)
-        setattr(place, last, value)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -82,27 +47,6 @@ def test_settings_under_which_kv_would_be_wrong(change: dict[str, Any], named: s
     check_settings(args())
     with pytest.raises(ConfigError, match=named):
         check_settings(args(**change))
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """A folder with a config and one byte of weights."""
-    transformers: Any = pytest.importorskip("transformers")
-
-    def make(kind: str = "LlamaConfig", **fields: Any) -> Path:
-        sizes = {
-            "num_hidden_layers": 3,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "vocab_size": 128,
-        }
-        getattr(transformers, kind)(**{**sizes, **fields}).save_pretrained(tmp_path)
-        (tmp_path / "model.bin").write_bytes(b"weights")
-        return tmp_path
-
-    return make
 
 
 def test_a_llama_is_described(checkpoint: Callable[..., Path]) -> None:
@@ -144,45 +88,6 @@ def test_kv_types(checkpoint: Callable[..., Path]) -> None:
     assert describe(args(folder, kv_cache_config__dtype="fp8")).kv_dtype == "float8_e4m3fn"
     assert describe(args(folder, quant_config=asked)).kv_dtype == "float8_e4m3fn"
     assert describe(args(folder, dtype="float16")).kv_dtype == "float16"
-
-
-def test_fingerprints_tell_models_apart(checkpoint: Callable[..., Path]) -> None:
-    groups = (LayerGroup(0, 32, (0, 1, 2)),)
-
-    def fingerprint(given: ModelFacts) -> bytes:
-        return whole(given, groups, 16).fingerprint
-
-    base = describe(args(checkpoint(), dtype="float16"))
-    assert fingerprint(base) == fingerprint(describe(args(checkpoint(), dtype="float16")))
-    others = [
-        describe(args(checkpoint(rms_norm_eps=0.5), dtype="float16")),
-        describe(args(checkpoint(), dtype="bfloat16")),
-        describe(args(checkpoint(), dtype="float16", kv_cache_config__dtype="fp8")),
-    ]
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    stretched = checkpoint(rope_parameters=rope)
-    others += [describe(args(stretched, dtype="float16", max_seq_len=n)) for n in (64, 128)]
-    folder = checkpoint()
-    (folder / "model.bin").write_bytes(b"other weights")
-    weights_identity.cache_clear()
-    others.append(describe(args(folder, dtype="float16")))
-    found = {fingerprint(base), *map(fingerprint, others)}
-    assert len(found) == 7
-
-
-def test_eight_bit_kv_with_other_scales_is_other_kv(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, groups = checkpoint(), (LayerGroup(0, 32, (0, 1, 2)),)
-    found = {}
-    for scales in (None, "0", "1"):
-        if scales is not None:
-            monkeypatch.setenv("TRTLLM_LOAD_KV_SCALES", scales)
-        for kind in ("auto", "fp8"):
-            given = describe(args(folder, dtype="float16", kv_cache_config__dtype=kind))
-            found[kind, scales] = whole(given, groups, 16).fingerprint
-    assert len({found["fp8", scales] for scales in (None, "0", "1")}) == 3
-    assert len({found["auto", scales] for scales in (None, "0", "1")}) == 1
 
 
 @pytest.mark.parametrize(("told", "memory"), [("int8", "uint8"), ("float8_e4m3fn", "int8")])
@@ -323,33 +228,3 @@ def test_an_op_has_ended_when_all_ranks_say_so() -> None:
     assert tally.exchange(StepReport()) == ([good], [{}, {}])
     assert tally.exchange(StepReport([OpReport(1, 1)])) == ([bad], [{}, {}])
     assert tally.exchange(StepReport()) is None
-
-
-def test_namespaces_differ_by_what_the_version_tells(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    (tmp_path / "adapter_model.bin").write_bytes(b"weights")
-    spaces = RequestNamespaces(Namespaces(Config().namespace, b"model"))
-    given = [
-        request(),
-        request(cache_salt="a"),
-        request(cache_salt=None, cache_salt_id=5),
-        request(lora_task_id=1),
-        request(lora_task_id=2),
-        request(lora_task_id=1, py_lora_path=tmp_path),
-    ]
-    assert len({spaces.of(one).digest for one in given}) == len(given)
-    assert spaces.of(request()) is spaces.of(request(cache_salt=None))
-    again = RequestNamespaces(Namespaces(Config().namespace, b"model"))
-    assert again.of(given[1]).digest == spaces.of(given[1]).digest
-    assert again.of(given[5]).digest == spaces.of(given[5]).digest
-    assert again.of(given[3]).digest != spaces.of(given[3]).digest  # a number means nothing there
-
-
-def test_pictures_and_what_cannot_be_told() -> None:
-    picture = request(multimodal_hashes=[[1, 2]], multimodal_positions=[3], multimodal_lengths=[4])
-    assert [tuple(extra) for extra in extras(picture)] == [(3, 4, b"1,2")]
-    assert extras(request()) == []
-    assert not excluded(picture)
-    assert excluded(request(multimodal_embedding=object()))
-    assert excluded(request(is_attention_dp_dummy=True))
-    assert excluded(request(prompt_embedding_table=object()))
