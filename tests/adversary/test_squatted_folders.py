@@ -132,8 +132,9 @@ def test_a_folder_that_was_replaced_is_not_joined_again(shm: Path) -> None:
 
 
 @needs_root
-def test_ctl_tells_a_squatter_neither_salt_nor_prompt(shm: Path) -> None:
-    order = o.ClearBlocks(parse_where(["salt=a secret"]))
+def test_ctl_tells_a_squatter_neither_salt_nor_prompt(shm: Path, tmp_path: Path) -> None:
+    (tmp_path / "salt").write_text("a secret")
+    order = o.ClearBlocks(parse_where([f"salt={tmp_path / 'salt'}"]))
     with squatted(shm / "kv") as squatter:
         with pytest.raises(TierUnavailable, match=f"belongs to user {OTHER}"):
             ask(Target(settings(shm / "kv"), "", None, 5.0), order)
