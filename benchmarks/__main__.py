@@ -27,6 +27,7 @@ APART = (
     "end_to_end",
     "sglang_ttft",
     "remote",
+    "protection",
 )
 """Run only when named: these take hours, or need a GPU, another engine or stores."""
 

@@ -123,7 +123,7 @@ class DiskConfig(BackingConfig):
         default=None,
         description="Encrypt blocks on disk (AES-256-GCM) with the key in this environment "
         "variable: 32 bytes as 64 hex digits or Base64. Every worker needs it. KV written with "
-        "another key, or without one, is not used. Needs the package cryptography.",
+        "another key, or without one, is not used.",
     )
     key_file: Name | None = Field(
         default=None,

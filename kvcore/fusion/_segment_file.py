@@ -5,7 +5,8 @@
     header    0  8s   "KVCSEGS" and a zero byte
               8  u32  version
              12  u32  tokens per block
-             16  8s   zeros
+             16  u32  1 if bodies have a MAC, else 0
+             20  4s   zeros
              24  u64  XXH3-64 of bytes 0 .. 24
 
     record    0  4s   "KVSR"
@@ -15,10 +16,12 @@
                       the chain has there
              16  u32  length of the namespace in bytes
              20  16s  prefix key of the block before the first; zeros if it starts the chain
-             36  u64  XXH3-64 of the body
+             36  u64  XXH3-64 of the body; with a key, keyed BLAKE2b of bytes 0 .. 36 and the body
              44  u64  XXH3-64 of bytes 0 .. 44
              52       body: namespace | keys, 16 bytes per block | tokens of the head and of the
                       blocks, 4 bytes each
+
+With a key, nobody else can make fusion believe that a stored block has other tokens than it has.
 
 Records are only appended. A record with a good header and a damaged body is skipped. After a
 damaged header, reading continues at the next good one. Bytes after the last whole record are cut
@@ -38,6 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import mmap
 import os
@@ -61,7 +65,7 @@ _log = logging.getLogger("kvcore.fusion.segments")
 
 VERSION = 1
 _FILE_MAGIC = b"KVCSEGS\0"
-_FILE = struct.Struct("<8sII8x")
+_FILE = struct.Struct("<8sIII4x")
 _MAGIC = b"KVSR"
 _RECORD = struct.Struct("<4sIIII16sQ")
 _SEAL = struct.Struct("<Q")
@@ -105,9 +109,15 @@ class _Header(NamedTuple):
         per_block = KEY_BYTES + block_tokens * TOKEN_BYTES
         return self.namespace_nbytes + self.blocks * per_block + self.head * TOKEN_BYTES
 
-    def piece(self, body: bytes, block_tokens: int) -> tuple[bytes, ChainPiece] | None:
-        """Return (namespace, piece) of a body; None if it is damaged or impossible."""
-        if xxhash.xxh3_64_intdigest(body) != self.body_digest:
+    def piece(
+        self, body: bytes, block_tokens: int, key: bytes | None
+    ) -> tuple[bytes, ChainPiece] | None:
+        """Return (namespace, piece) of a body; None if it is damaged, forged or impossible.
+
+        Without the ``key`` of a file with MACs (None) the body's digest is not verified.
+        """
+        fields = self._replace(body_digest=0)
+        if key is not None and _body_digest(key, fields, body) != self.body_digest:
             return None
         if not self.blocks or self.head > self.first * block_tokens:
             return None
@@ -118,12 +128,18 @@ class _Header(NamedTuple):
         return body[:start], ChainPiece(self.first, self.parent, keys, self.head, tokens)
 
 
-def _pack(namespace: bytes, piece: ChainPiece) -> bytes:
+def _body_digest(key: bytes, fields: _Header, body: bytes) -> int:
+    """Return the checksum of a body; with a key, a MAC over the header's other fields and it."""
+    if not key:
+        return xxhash.xxh3_64_intdigest(body)
+    covered = _RECORD.pack(_MAGIC, *fields)[: -_SEAL.size] + body
+    return int.from_bytes(hashlib.blake2b(covered, digest_size=8, key=key).digest(), "little")
+
+
+def _pack(namespace: bytes, piece: ChainPiece, key: bytes = b"") -> bytes:
     body = b"".join((namespace, *piece.keys, piece.tokens.tobytes()))
-    sealed = _RECORD.pack(
-        _MAGIC, len(piece.keys), piece.first, piece.head, len(namespace), piece.parent,
-        xxhash.xxh3_64_intdigest(body),
-    )  # fmt: skip
+    fields = _Header(len(piece.keys), piece.first, piece.head, len(namespace), piece.parent, 0)
+    sealed = _RECORD.pack(_MAGIC, *fields._replace(body_digest=_body_digest(key, fields, body)))
     return sealed + _SEAL.pack(xxhash.xxh3_64_intdigest(sealed)) + body
 
 
@@ -133,8 +149,8 @@ def _nbytes(namespace: bytes, piece: ChainPiece) -> int:
     return RECORD_HEADER_NBYTES + body
 
 
-def _file_header(block_tokens: int) -> bytes:
-    header = _FILE.pack(_FILE_MAGIC, VERSION, block_tokens)
+def _file_header(block_tokens: int, keyed: bool = False) -> bytes:
+    header = _FILE.pack(_FILE_MAGIC, VERSION, block_tokens, keyed)
     return header + _SEAL.pack(xxhash.xxh3_64_intdigest(header))
 
 
@@ -146,7 +162,7 @@ class _Span(NamedTuple):
 
 
 def _walk(
-    data: mmap.mmap, block_tokens: int
+    data: mmap.mmap, block_tokens: int, key: bytes | None
 ) -> Iterator[tuple[_Span, tuple[bytes, ChainPiece] | None, bool]]:
     """Yield the location of each record, its content, and whether damaged bytes precede it.
 
@@ -163,7 +179,7 @@ def _walk(
         stop = start + header.body_nbytes(block_tokens)
         if stop > len(data):
             return
-        yield _Span(at, stop - at), header.piece(data[start:stop], block_tokens), damaged
+        yield _Span(at, stop - at), header.piece(data[start:stop], block_tokens, key), damaged
         at, damaged = stop, False
 
 
@@ -177,15 +193,18 @@ class SegmentCounts(NamedTuple):
 def verify(path: Path, *, repair: bool = False) -> SegmentCounts | None:
     """Read every record of a file and count them. Return None if an engine is writing it.
 
+    Bodies with a MAC are not verified, because their key is not known here.
+
     With ``repair`` only the whole records are kept; otherwise the file is not changed. Raises
     FormatError if it is not a file of segments, and OSError if it cannot be read.
     """
     with open(open_file(path, os.O_RDONLY, adopt=True), "rb") as file:
         header = file.read(FILE_HEADER_NBYTES)
-    block_tokens = _FILE.unpack_from(header)[2] if len(header) == FILE_HEADER_NBYTES else 0
-    if header != _file_header(block_tokens):
+    whole = len(header) == FILE_HEADER_NBYTES
+    block_tokens, keyed = _FILE.unpack_from(header)[2:] if whole else (0, 0)
+    if header != _file_header(block_tokens, bool(keyed)):
         raise FormatError(_what_it_is(header, block_tokens))
-    store = SegmentFile(path, block_tokens)
+    store = SegmentFile(path, block_tokens, key=None if keyed else b"")
     try:
         if not store.writable:
             return None
@@ -202,8 +221,18 @@ class SegmentFile:
     are dropped and counted in `dropped` if the queue is full or the disk fails.
     """
 
-    def __init__(self, path: Path, block_tokens: int, *, queue_nbytes: int = _QUEUE_NBYTES) -> None:
+    def __init__(
+        self,
+        path: Path,
+        block_tokens: int,
+        *,
+        key: bytes | None = b"",
+        queue_nbytes: int = _QUEUE_NBYTES,
+    ) -> None:
         """Open the file, or create it. It is read-only if another engine is writing it.
+
+        With a ``key`` its records have a MAC. None stands for a file of such records whose key is
+        not known: it can be counted and compacted, but not written.
 
         Raises OSError if the file cannot be opened. Raises FormatError, and leaves the file
         unchanged, if it holds something else.
@@ -212,6 +241,7 @@ class SegmentFile:
         self.dropped = 0
         self._path = path
         self._block_tokens = block_tokens
+        self._key = key
         self._file, self.writable = _open(path)
         try:
             self._check_header()
@@ -307,7 +337,7 @@ class SegmentFile:
 
     def _check_header(self) -> None:
         """Check the file's header, or write it if the file is new."""
-        wanted = _file_header(self._block_tokens)
+        wanted = _file_header(self._block_tokens, self._key != b"")
         header = os.pread(self._file, FILE_HEADER_NBYTES, 0)
         if header == wanted:
             return
@@ -318,7 +348,7 @@ class SegmentFile:
         raise FormatError(f"{_what_it_is(header, self._block_tokens)}: it is left unchanged")
 
     def _scan(self, data: mmap.mmap) -> Iterator[SegmentRecord]:
-        for span, found, damaged in _walk(data, self._block_tokens):
+        for span, found, damaged in _walk(data, self._block_tokens, self._key):
             self.corrupt += damaged + (found is None)
             if found is not None:
                 self._last += 1
@@ -350,7 +380,8 @@ class SegmentFile:
                 self._empty()
 
     def _append_all(self, records: list[SegmentRecord]) -> None:
-        packed = [_pack(kept.namespace, kept.piece) for kept in records]
+        assert self._key is not None
+        packed = [_pack(kept.namespace, kept.piece, self._key) for kept in records]
         try:
             _write(self._file, b"".join(packed), self._end)
         except OSError as error:
@@ -389,7 +420,7 @@ class SegmentFile:
         spans = {}
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(file, _file_header(self._block_tokens), 0)
+            _write(file, _file_header(self._block_tokens, self._key != b""), 0)
             end = FILE_HEADER_NBYTES
             for number, (offset, nbytes) in self._spans.items():
                 _write(file, os.pread(self._file, nbytes, offset), end)
@@ -440,7 +471,7 @@ def _write(file: int, data: bytes, offset: int) -> None:
 def _what_it_is(header: bytes, block_tokens: int) -> str:
     if len(header) < FILE_HEADER_NBYTES or not header.startswith(_FILE_MAGIC):
         return "not a file of segments"
-    _, version, theirs = _FILE.unpack_from(header)
+    _, version, theirs, _ = _FILE.unpack_from(header)
     if version != VERSION:
         return f"segments of format version {version}, this kvcore reads {VERSION}"
     (seal,) = _SEAL.unpack_from(header, _FILE.size)

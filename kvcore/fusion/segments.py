@@ -71,9 +71,10 @@ class Segments:
 
     Only the constructor and `close` do I/O or wait. With ``path``, a file in an existing folder, a
     background thread writes added tokens to that file, and the constructor reads it (about 10 us
-    per block). If the file cannot be read or written, a line is logged and the tokens are lost at a
-    restart; nothing else is affected. The file takes 4 bytes per token, 16 per block and 70 per
-    `add`. Before it is compacted it takes up to twice that, plus 1 MiB.
+    per block); with a ``key``, only records that were made with it are read. If the file cannot be
+    read or written, a line is logged and the tokens are lost at a restart; nothing else is
+    affected. The file takes 4 bytes per token, 16 per block and 70 per `add`. Before it is
+    compacted it takes up to twice that, plus 1 MiB.
 
     ``min_tokens`` is the shortest run that counts. ``max_tokens`` limits the tokens of all
     namespaces. Beyond it, the segments that were extended or found least recently are forgotten. A
@@ -93,6 +94,7 @@ class Segments:
         min_tokens: int = 64,
         max_tokens: int = 1 << 26,
         path: Path | None = None,
+        key: bytes = b"",
         max_twins: int = MAX_TWINS,
         max_checks: int = MAX_CHECKS,
     ) -> None:
@@ -108,7 +110,7 @@ class Segments:
         self._used: dict[bytes, bytes] = {}  # segment id -> namespace, least recently used first
         self._num_tokens = 0
         self._last_id = 0
-        self._file = _open(path, block_tokens) if path is not None else None
+        self._file = _open(path, block_tokens, key) if path is not None else None
         if self._file is not None:
             for kept in self._file.records():
                 self._restore(self._file, kept)
@@ -368,10 +370,10 @@ class Segments:
         return Reusable(start + match.prompt_start, length, source, chains.key(last, block))
 
 
-def _open(path: Path, block_tokens: int) -> SegmentFile | None:
+def _open(path: Path, block_tokens: int, key: bytes) -> SegmentFile | None:
     """Open the file; log a warning and return None if that fails."""
     try:
-        return SegmentFile(path, block_tokens)
+        return SegmentFile(path, block_tokens, key=key)
     except (OSError, FormatError) as error:
         _log.warning("tokens of stored blocks are not kept in %s: %s", path, error)
         return None

@@ -11,6 +11,7 @@ of the manager.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backing
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
+from kvcore.tiers.guard import key_of_secret
 from kvcore.transfer.graph import Path
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts
@@ -318,13 +320,17 @@ def build_segments(config: Config, model: ModelDescription) -> Segments:
     """Build the book of the stored blocks' tokens.
 
     With a disk tier it is a file in the tier's folder, which outlives the engine as the blocks do.
-    If the blocks are encrypted, the book stays in memory, because tokens are the user's text.
+    If blocks have a MAC, the file's records have one too, with a key of their own. If the blocks
+    are encrypted, the book stays in memory, because tokens are the user's text.
     """
-    path = None
+    path, key, secret = None, b"", config.namespace.secret
     if config.disk.path is not None and config.disk.path.is_dir() and not config.disk.encrypted:
         name = f"segments-{model.fingerprint.hex()[:16]}-{config.block.tokens}"
+        if secret and config.disk.authenticate:
+            key = key_of_secret(secret, f"segments {model.fingerprint.hex()} {config.block.tokens}")
+            name += f"-{hashlib.sha256(key).hexdigest()[:16]}"
         path = config.disk.path / name
-    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path)
+    return Segments(config.block.tokens, min_tokens=config.fusion.min_tokens, path=path, key=key)
 
 
 def segments_of(config: Config, model: ModelDescription, manager: Manager) -> SegmentBook:

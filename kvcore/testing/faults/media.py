@@ -307,7 +307,7 @@ class _FaultyRecords(IndexFile):
     """An index file that takes over ``inner``'s descriptor; some of its writes fail."""
 
     def __init__(self, inner: IndexFile, faults: Faults) -> None:
-        self._file = inner._file
+        self._file, self._guard = inner._file, inner._guard
         self._faults = faults
 
     def sync(self) -> None:

@@ -61,6 +61,12 @@ def open_tier(context: TierContext, kind: StoreKind) -> StoreTier:
     options = read_options(kind.options, context)
     guard = guard_of(context, options.key_env, options.key_file)
     geometry = context.geometry.guarded(guard)
+    if context.rank_options.get("cipher", geometry.cipher) != geometry.cipher:
+        raise ConfigError(
+            f"[tiers.{context.name}]: values are protected by {geometry.cipher or 'nothing'} in "
+            f"rank {context.rank}, and by {context.rank_options['cipher'] or 'nothing'} in the "
+            "leader: give every rank the same namespace.secret and key"
+        )
     shard = Shard.of(geometry, context.rank, options.prefix)
     store = _opened(context, kind, options, context.rank)
     shards = Shard.all_of(geometry, options.prefix)
@@ -102,6 +108,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     )
     return PreparedTier(
         max(context.num_slots, 1),
+        rank_options={"cipher": geometry.cipher},
         release=finder.close,
         finder=finder,
         node=store.node(len(context.geometry.heads)),

@@ -499,3 +499,52 @@ def test_a_shorter_run_may_count_after_a_restart(path: Path) -> None:
             assert [run.source_start - run.prompt_start for run in found] == [49] * len(found)
             assert found[-1].last_key == keys[-1]
         segments.close()
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_with_a_key_no_record_of_anybody_else_is_believed(path: Path, keyed: bool) -> None:
+    """A forged record says that a stored block has other tokens: fusion would blend wrong KV."""
+    prompt, lie = list(range(1, 161)), list(range(1001, 1161))
+    keys = keys_of(prompt, 16)
+    key = b"k" * 32 if keyed else b""
+    segments = Segments(16, min_tokens=16, path=path, key=key)
+    segments.add(SPACE, keys, 0, prompt)
+    segments.close()
+    tokens = np.array(lie, dtype="<u4")
+    for forger in (b"", b"f" * 32):
+        forged = ChainPiece(0, ROOT_PARENT, [bytes([len(forger)]) + k[1:] for k in keys], 0, tokens)
+        with path.open("ab") as file:
+            file.write(file_module._pack(SPACE, forged, forger))
+    again = Segments(16, min_tokens=16, path=path, key=key)
+    assert again.find(SPACE, prompt, everything)
+    assert again.corrupt == (2 if keyed else 1)
+    assert bool(again.find(SPACE, lie, everything)) is not keyed
+    again.close()
+
+
+def test_a_file_without_macs_is_not_read_with_a_key(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = list(range(1, 161))
+    segments = Segments(16, min_tokens=16, path=path)
+    segments.add(SPACE, keys_of(prompt, 16), 0, prompt)
+    segments.close()
+    before = path.read_bytes()
+    again = Segments(16, min_tokens=16, path=path, key=b"k" * 32)
+    assert not again.find(SPACE, prompt, everything)
+    assert "tokens of stored blocks are not kept" in caplog.text
+    again.close()
+    assert path.read_bytes() == before
+
+
+def test_a_file_with_macs_is_counted_and_compacted_without_the_key(path: Path) -> None:
+    prompt = list(range(1, 161))
+    segments = Segments(16, min_tokens=16, path=path, key=b"k" * 32)
+    segments.add(SPACE, keys_of(prompt, 16), 0, prompt)
+    segments.close()
+    with path.open("ab") as file:
+        file.write(b"torn")
+    assert file_module.verify(path, repair=True) == (1, 1)
+    again = Segments(16, min_tokens=16, path=path, key=b"k" * 32)
+    assert again.find(SPACE, prompt, everything)
+    again.close()

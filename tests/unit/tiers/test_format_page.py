@@ -193,6 +193,10 @@ def test_segments_are_what_the_page_says(blocks: int, first: int, head: int, spa
     body = data[52:]
     assert body == space + b"".join(keys) + tokens.tobytes()
     assert int.from_bytes(fields["body"], "little") == xxhash.xxh3_64_intdigest(body)
+    keyed = segment_file._pack(space, ChainPiece(first, b"p" * 16, keys, head, tokens), b"key")
+    digest = hashlib.blake2b(keyed[:36] + keyed[52:], digest_size=8, key=b"key").digest()
+    assert decode("Record of segments", keyed[:52])["body"] == digest
+    assert decode("Header of segments", segment_file._file_header(16, True))["keyed"][0] == 1
     told = {
         name: int.from_bytes(fields[name], "little")
         for name in ("blocks", "first", "head", "namespace_nbytes")
