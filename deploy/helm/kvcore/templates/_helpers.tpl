@@ -110,6 +110,7 @@ password_file = "/etc/kvcore-store/password"
 [events]
 endpoint = "tcp://*:5657"
 replay_endpoint = "tcp://*:5658"
+trusted_network = true # who reaches these ports is decided by the network
 {{- with .Values.settings }}
 
 {{ . | trim }}
