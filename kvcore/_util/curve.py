@@ -16,6 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.errors import ConfigError
 
 __all__ = ["ClientKeys", "Guard", "client_names", "curve_key", "make_keys"]
@@ -58,16 +59,20 @@ class Guard:
 
     A thread answers libzmq's questions (ZAP). A locked socket accepts nobody without an answer, so
     once the guard has ended, or if its thread fails, nobody new is heard. Close the locked sockets
-    before `stop`: connections that were admitted stay open.
+    before `stop`: connections that were admitted stay open. A key that is added to the folder, or
+    removed from it, counts from the next connection on.
     """
 
     def __init__(self, context: Any, folder: Path) -> None:
         """Read the keys and start the thread. Raises ConfigError if a key cannot be read."""
         import zmq
-        from zmq.utils import z85
 
+        self._folder = folder
+        self._logged = LogLimit()
         self._public, self._secret = _load(folder / "server.key_secret")
-        self._admitted = {z85.decode(key.encode()) for key in client_names(folder)}
+        self._seen = 0
+        self._admitted: frozenset[str] = frozenset()
+        self._read()
         self._ended = threading.Event()
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
@@ -97,6 +102,16 @@ class Guard:
         finally:
             self._socket.close()
 
+    def _read(self) -> None:
+        """Read the clients' keys again if their folder has changed. Raises ConfigError."""
+        try:
+            changed = (self._folder / CLIENTS).stat().st_mtime_ns
+        except OSError as error:
+            raise ConfigError(f"{self._folder / CLIENTS}: {error.strerror}") from error
+        if changed != self._seen:
+            self._admitted = frozenset(client_names(self._folder))
+            self._seen = changed
+
     def _answer(self, asked: list[bytes]) -> list[bytes]:
         """Return the answer to a request of libzmq.
 
@@ -105,7 +120,12 @@ class Guard:
         from zmq.utils import z85
 
         number, mechanism, key = asked[1], asked[5], asked[-1]
-        if mechanism == b"CURVE" and key in self._admitted:
+        try:
+            self._read()
+        except ConfigError as error:
+            if self._logged.admit("keys") is not None:
+                _log.warning("CURVE keys cannot be read, those known stay: %s", error)
+        if mechanism == b"CURVE" and z85.encode(key).decode() in self._admitted:
             return [b"1.0", number, b"200", b"OK", z85.encode(key), b""]
         _log.debug("a client with keys that are not listed is refused")
         return [b"1.0", number, b"400", b"unknown key", b"", b""]

@@ -16,7 +16,7 @@ import base64
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,6 +24,7 @@ import requests
 from etcd3gw.client import Etcd3Client
 from etcd3gw.exceptions import Etcd3Exception
 from etcd3gw.lease import Lease
+from requests.adapters import HTTPAdapter
 
 from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ClusterError, ConfigError, FormatError
@@ -31,6 +32,9 @@ from kvcore.errors import ClusterError, ConfigError, FormatError
 __all__ = ["EtcdDirectory"]
 
 _log = logging.getLogger("kvcore.cluster")
+
+ANSWER_BYTES = 16 << 20
+"""Longest answer that is read: some 40,000 members."""
 
 _RENEWALS = 3
 """Renewals per TTL."""
@@ -440,7 +444,7 @@ def _client(endpoint: str, timeout: float, tls: _Tls) -> Etcd3Client:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f'given the endpoint {endpoint!r}; supported is "http://host:2379"')
-    return Etcd3Client(
+    client = Etcd3Client(
         host=parts.hostname,
         port=parts.port or 2379,
         protocol=parts.scheme,
@@ -450,3 +454,36 @@ def _client(endpoint: str, timeout: float, tls: _Tls) -> Etcd3Client:
         cert_cert=tls.cert,
         cert_key=tls.key,
     )
+    client.session.mount(f"{parts.scheme}://", _BoundedAdapter())
+    return client
+
+
+class _BoundedAdapter(HTTPAdapter):
+    """Reads no more than ANSWER_BYTES of an answer: whoever writes to etcd decides how long it is.
+
+    A longer one raises RequestException.
+    """
+
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:
+        response = super().send(*args, **kwargs)
+        response.raw = _BoundedBody(response.raw)
+        return response
+
+
+class _BoundedBody:
+    """The body of an answer, in place of urllib3's."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[bytes]:
+        left = ANSWER_BYTES
+        for chunk in self._raw.stream(*args, **kwargs):
+            left -= len(chunk)
+            if left < 0:
+                self._raw.close()
+                raise requests.RequestException(f"an answer has more than {ANSWER_BYTES} bytes")
+            yield chunk

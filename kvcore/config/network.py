@@ -29,7 +29,7 @@ def is_local(address: str) -> bool:
 
 
 def check_open(name: str, address: str, keys: Path | None, trusted_network: bool) -> None:
-    """Raise ConfigError if strangers could connect to ``address``, which is the setting ``name``."""
+    """Raise ConfigError if strangers could connect to ``address``, the setting ``name``."""
     if keys is not None or trusted_network or is_local(address):
         return
     raise ConfigError(

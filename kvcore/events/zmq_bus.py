@@ -31,7 +31,7 @@ _ANSWERING_S = 0.01
 """Seconds of a publisher's step that go to answers."""
 _PAUSE_S = 0.001
 _SUBSCRIPTIONS_BYTES = 4096
-"""What a subscriber may send: libzmq keeps its subscriptions, at some 50 bytes for each of these."""
+"""What a subscriber may send. libzmq keeps 50 bytes and more for each byte of a subscription."""
 _REPLAYS = Limits(connections=128, message=REQUEST_BYTES)
 _SUBSCRIBERS = Limits(128, REQUEST_BYTES, _SUBSCRIPTIONS_BYTES)
 
@@ -145,7 +145,7 @@ class ZmqOutlet:
     def _go_on(self) -> None:
         """Send what clients have room for, until none has read anything for a millisecond."""
         limit = time.monotonic() + _ANSWERING_S
-        while any([self._go_on_with(client) for client in list(self._answers)]):
+        while sum(map(self._go_on_with, list(self._answers))):
             if time.monotonic() > limit:
                 break
             time.sleep(_PAUSE_S)

@@ -99,10 +99,17 @@ class ObjectStore(BlockStore):
         )
 
     async def _get(self, item: Item) -> memoryview | TierError:
-        """Read a value into separate memory, because a late one must not reach the caller's."""
+        """Read a value into separate memory, because a late one must not reach the caller's.
 
-        async def fetch() -> memoryview:
+        The body of an object of another size is not read.
+        """
+        wanted = nbytes_of(item.parts)
+
+        async def fetch() -> memoryview | TierError:
             found = await self._obstore.get_async(self._store, item.name)
+            size = found.meta["size"]
+            if size != wanted:
+                return CorruptBlock(f"object {item.name} has {size} bytes, not {wanted}")
             return memoryview(await found.bytes_async())
 
         return await self._try(item.name, fetch, lambda value: value)

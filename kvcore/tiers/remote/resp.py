@@ -23,6 +23,9 @@ _SMALL_NBYTES = 4096
 _SPARE_NBYTES = 64 << 10
 _LINE_NBYTES = 64 << 10
 """Upper limit for a line; no server sends a longer one."""
+_VALUE_NBYTES = 512 << 20
+"""Upper limit for a value, which is Redis's own default. What is longer comes from something else.
+"""
 
 
 class ReplyError(Exception):
@@ -82,6 +85,8 @@ class RespConnection:
             size = int(text)
         except ValueError:
             raise OSError(f"expected a size, received {text[:40]!r}") from None
+        if size > _VALUE_NBYTES:
+            raise OSError(f"announced a value of {size} bytes; supported are {_VALUE_NBYTES}")
         return None if size < 0 else size
 
     def read_value(self, parts: Sequence[memoryview]) -> None:

@@ -144,6 +144,7 @@ class Engines:
             options["host"] = host.address
         if store.plugin == "peer":
             options["listen"] = f"{host.address}:{PEER_PORT}"
+            options["trusted_network"] = True
         far = {"plugin": store.plugin, "capacity": "16MiB", "options": options}
         self.made.append(
             EngineProcess(

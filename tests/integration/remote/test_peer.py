@@ -321,7 +321,8 @@ def test_where_a_node_says_it_is() -> None:
     assert node(listen="10.0.0.5:7801") == "10.0.0.5:7801"
     assert node(listen="10.0.0.5:7801", ranks=4) == "10.0.0.5:7801-7804"
     assert node(advertise="far", ranks=2) == "far:7801-7802"
-    assert node() == f"{socket.gethostname()}:7801"
+    assert node() == "127.0.0.1:7801"
+    assert node(listen="0.0.0.0:7801") == f"{socket.gethostname()}:7801"
 
 
 # -- death ------------------------------------------------------------------------------------

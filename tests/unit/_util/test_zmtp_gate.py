@@ -191,6 +191,25 @@ def test_once_the_guard_has_ended_nobody_new_is_heard(tmp_path: Path) -> None:
     echo.close()
 
 
+def test_keys_that_come_and_go_count_from_the_next_connection(tmp_path: Path) -> None:
+    make_keys(tmp_path, "a")
+    echo = Echo(tmp_path)
+    make_keys(tmp_path, "b")
+    (tmp_path / "clients" / "a.key").unlink()
+    former = echo.client(tmp_path)
+    (tmp_path / "clients" / "a.key_secret").unlink()
+    new = echo.client(tmp_path)
+    former.send(b"a")
+    new.send(b"b")
+    assert new.poll(30_000)
+    assert not former.poll(300)
+    (tmp_path / "clients" / "c.key").write_text("half a key")
+    again = echo.client(tmp_path)
+    again.send(b"b")
+    assert again.poll(30_000), "those known stay"
+    echo.close()
+
+
 def test_a_guard_needs_the_secret_of_who_listens(tmp_path: Path) -> None:
     make_keys(tmp_path)
     (tmp_path / "server.key_secret").unlink()

@@ -272,7 +272,7 @@ def test_a_bus_that_cannot_be_had_is_no_reason_not_to_serve(
     config = load_config(
         overrides={
             "host": {"capacity": "1MiB"},
-            "events": {"endpoint": "tcp://*:nowhere", "publisher": who},
+            "events": {"endpoint": "@tcp://127.0.0.1:nowhere", "publisher": who},
         }
     )
     assert build_leader(config, model(), Outbox(2)).events is None
@@ -288,7 +288,7 @@ def test_a_bus_whose_client_is_missing_is_left_out_by_name(
     config = load_config(
         overrides={
             "host": {"capacity": "1MiB"},
-            "events": {"endpoint": "tcp://*:5557", "publisher": "thread"},
+            "events": {"endpoint": "@tcp://127.0.0.1:5557", "publisher": "thread"},
         }
     )
     assert build_leader(config, model(), Outbox(2)).events is None
@@ -326,7 +326,8 @@ def test_a_leader_is_entered_with_where_its_events_are_and_leaves(tmp_path: Path
 def test_what_others_are_told_of_a_leader() -> None:
     from kvcore.events.open import endpoints
 
-    events = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "nats": "nats://n:1"}
+    zmq = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "trusted_network": True}
+    events = {**zmq, "nats": "nats://n:1"}
     told = endpoints(load_config(overrides={"events": events}, env={}), 2)
     assert told == {
         "topic": "kvcore",

@@ -155,6 +155,7 @@ url = {{ .Values.store.url | quote }}
 [events]
 endpoint = "tcp://*:5657"
 replay_endpoint = "tcp://*:5658"
+trusted_network = true # who reaches these ports is decided by the network
 {{- with .Values.settings }}
 
 {{ . | trim }}

@@ -42,6 +42,7 @@ from kvcore.tiers.remote.tier import StoreKind
 
 T = TypeVar("T")
 
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not block
 _WRITING = ".writing"
 _STALE_S = 24 * 3600
 """Age in seconds at which the writer of a file in ``.writing`` has certainly ended."""
@@ -227,16 +228,16 @@ class FileStore(BlockStore):
         """Open the file of a value; an error if it is missing or has the wrong size."""
         name = staged.item.name
         try:
-            fd = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(self._root / name, _READ)
         except _NOT_THERE:
             return BlockMissing(f"no file {name}")
         except OSError as error:
             return TierUnavailable(f"file {name}: {error.strerror}")
-        size = os.fstat(fd).st_size
-        if size == staged.nbytes:
+        found = os.fstat(fd)
+        if found.st_size == staged.nbytes and stat.S_ISREG(found.st_mode):
             return FileSpan(fd, staged.start, staged.nbytes)
         os.close(fd)
-        return wrong_size(staged.item, size)
+        return wrong_size(staged.item, found.st_size)
 
     def _write(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
         made = [self._make(one) for one in staged]

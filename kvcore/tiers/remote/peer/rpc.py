@@ -219,7 +219,7 @@ class Peers:
         *,
         keys: Path | None = None,
     ) -> None:
-        """With ``keys``, a folder of CURVE keys, only nodes that hold its server's secret are heard.
+        """With ``keys``, a folder of CURVE keys, only nodes that hold its server keys are heard.
 
         Raises ConfigError for keys that cannot be used.
         """
