@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvcore.cli.probe import CONTACT_S, Finding, Level, contacts
 from kvcore.config import Config, format_size, read_key
-from kvcore.config.paths import folder_of
+from kvcore.config.paths import memory_of
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
 from kvcore.memory.nixl import FileAgent
@@ -127,7 +127,7 @@ def _memory(config: Config) -> Finding:
 
 def _huge_pages(config: Config) -> Finding:
     if config.host.huge_pages and config.server.address is not None:
-        mount = mount_of(folder_of(config.server))
+        mount = mount_of(memory_of(config.server))
         if gives_huge_pages(mount):
             return Finding("huge pages", Level.GOOD, f"{mount} gives them")
         return Finding(

@@ -15,7 +15,7 @@ import typer
 from kvcore import log
 from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.config import Config, format_size
-from kvcore.config.paths import folder_of
+from kvcore.config.paths import memory_of
 from kvcore.errors import ConfigError, TierUnavailable
 
 __all__ = ["run", "run_server", "status", "with_address"]
@@ -55,7 +55,7 @@ def check(config: Config) -> None:
 
     manager(config).check(config)
     check_quotas(config)
-    path = folder_of(config.server)
+    path = memory_of(config.server)
     while not os.path.exists(path):
         path = path.parent
     whole = shutil.disk_usage(path).total

@@ -42,8 +42,10 @@ class ServerConfig(SchemaModel):
     )
     folder: FolderPath | None = Field(
         default=None,
-        description="Folder in memory (tmpfs) that holds the host tier and is accessible only to "
-        "its owner. Every client needs it. Unset: `/dev/shm/kvcore-UID`.",
+        description="Folder, accessible only to its owner, that holds the server's socket and, on "
+        "a tmpfs, the host tier. Every client needs it. Unset: `/run/kvcore` for root, "
+        "`/run/user/UID/kvcore` for a user who is logged in, with the host tier in `/dev/shm`, or "
+        "else `/dev/shm/kvcore-UID`.",
     )
     keys: FolderPath | None = Field(
         default=None,

@@ -204,7 +204,7 @@ class ModelCache:
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
             close_worker(self._transport.worker)
-            folder.remove(arena)
+            folder.remove_arena(arena)
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
@@ -540,7 +540,7 @@ class ModelCache:
         self.control.close()
         close_worker(self._transport.worker)
         self.tick()
-        self._folder.remove(self.arena)
+        self._folder.remove_arena(self.arena)
         if self._segments is not None:
             self._segments.close()
         for release in self._releases:

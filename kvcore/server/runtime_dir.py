@@ -1,10 +1,12 @@
 """The server's runtime directory: its socket, its arenas, and who may still touch which memory.
 
-    folder (0700, on tmpfs)
+    folder (0700)
       server.lock       held by the server: one for each folder
       server.sock       0600, for ``address = "local"``
       counter           the last session number given; outlives a restart
-      arena-N           host memory of one model, mapped by the workers
+      arena-N           host memory of one model, mapped by the workers. It may be in a folder of
+                        its own on a larger tmpfs
+      memory            the path of that folder
       cleared-M-X       clears that no server acknowledged (`kvcore.server.pending_clears`)
       session-N         what the session's workers map, and the secret by which the server knows
                         them; *locked by every process that may touch that memory*
@@ -27,11 +29,12 @@ import logging
 import os
 import re
 import secrets
+import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvcore._util.private import NotPrivateError, open_file, open_folder
+from kvcore._util.private import NotPrivateError, open_file, open_folder, write_whole
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
 from kvcore.errors import ConfigError, TierUnavailable
@@ -42,6 +45,7 @@ _log = logging.getLogger("kvcore.server")
 SESSION_BITS = 24
 GRAPH_BITS = 63 - SESSION_BITS
 _SOCKET_PATH_MAX = 107
+_MEMORY = "memory"
 _FILE_NAME = re.compile(r"(session|arena)-[0-9]+")
 
 
@@ -91,16 +95,21 @@ def open_runtime_dir(path: Path, *, make: bool = False) -> int:
 
 
 class RuntimeDir:
-    """The server's side of the directory. For one thread."""
+    """The server's side of the directory. For one thread.
 
-    def __init__(self, path: Path) -> None:
+    ``memory`` is the folder of the arenas.
+    """
+
+    def __init__(self, path: Path, shared: Path | None = None) -> None:
         """Create the directory, lock it for this process, and remove what an earlier server left.
 
-        Raises ConfigError if it belongs to another user, or if another server uses it.
+        With ``shared``, a tmpfs in which every user may create names, the arenas are in a new
+        folder of random name there. Raises ConfigError if the directory belongs to another user, or
+        if another server uses it.
         """
         self.path = path
         try:
-            self._folder = open_runtime_dir(path, make=True)
+            self._folder = self._arenas = open_runtime_dir(path, make=True)
         except FileNotFoundError as error:
             raise ConfigError(f"server.folder {path} cannot be made: {error.strerror}") from error
         try:
@@ -111,13 +120,48 @@ class RuntimeDir:
         if not _try_lock(self._lock, fcntl.LOCK_EX):
             self.close()
             raise ConfigError(f"a server serves in {path} already: stop it, or name another folder")
+        self._remove_memory()
         for left in (*path.glob("arena-*"), *path.glob("session-*"), *path.glob("*.sock")):
             left.unlink(missing_ok=True)
+        self.memory = path
+        if shared is not None:
+            self._make_memory(shared)
         self._counter = self._last_number()
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of the directory, as `kvcore._util.private.open_file` does."""
         return open_file(name, flags, within=self._folder)
+
+    def _make_memory(self, shared: Path) -> None:
+        """Make the folder of the arenas. Raises ConfigError if that cannot be done."""
+        try:
+            self.memory = Path(tempfile.mkdtemp(prefix="kvcore-", dir=shared))
+            self._arenas = open_folder(self.memory)
+            write_whole(self._folder, _MEMORY, os.fsencode(self.memory), sync=False)
+        except OSError as error:
+            self.close()
+            raise ConfigError(
+                f"no folder for the host tier can be made in {shared}: {error.strerror}; set "
+                "server.folder"
+            ) from error
+
+    def _remove_memory(self) -> None:
+        """Remove the folder of the arenas that this or an earlier server made."""
+        try:
+            with open(self.open(_MEMORY, os.O_RDONLY), "rb") as file:
+                left = Path(os.fsdecode(file.read()))
+            within = open_folder(left)
+        except OSError:
+            return  # there is none, or it is not the one that was made
+        try:
+            for name in filter(_FILE_NAME.fullmatch, os.listdir(within)):
+                os.unlink(name, dir_fd=within)
+            left.rmdir()
+            self.remove(_MEMORY)
+        except OSError as error:
+            _log.warning("%s of a server that ended stays: %s", left, error)
+        finally:
+            os.close(within)
 
     def next_number(self) -> int:
         """Return a session number that was given to no client for a long time."""
@@ -137,13 +181,13 @@ class RuntimeDir:
         Uses huge pages if the mount allows them. Takes about a second for each few GiB. Raises
         TierUnavailable if there is not enough memory.
         """
-        file = self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        file = open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, within=self._arenas)
         try:
             if huge_pages and not gives_huge_pages(file):
                 _log.warning(
                     "the server's memory is in pages of 4 KiB: reads from disk are half as fast; "
                     "as root: mount -o remount,huge=advise %s",
-                    mount_of(self.path),
+                    mount_of(self.memory),
                 )
             elif huge_pages:
                 os.ftruncate(file, nbytes)  # what is taken through a mapping is on huge pages
@@ -153,11 +197,11 @@ class RuntimeDir:
             os.posix_fallocate(file, 0, nbytes)
         except (OSError, TierUnavailable) as error:
             os.close(file)
-            self.remove(name)
+            self.remove_arena(name)
             if isinstance(error, TierUnavailable):
                 raise
             raise TierUnavailable(
-                f"{self.path} has no {nbytes} bytes for the host tier ({error.strerror}): lower "
+                f"{self.memory} has no {nbytes} bytes for the host tier ({error.strerror}): lower "
                 "host.capacity, or give server.folder on a larger tmpfs"
             ) from error
         return file
@@ -165,8 +209,14 @@ class RuntimeDir:
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
 
+    def remove_arena(self, name: str) -> None:
+        (self.memory / name).unlink(missing_ok=True)
+
     def close(self) -> None:
         """Release the lock, so that another server may use the directory."""
+        if self._arenas != self._folder:
+            os.close(self._arenas)
+            self._remove_memory()
         os.close(self._lock)
         os.close(self._folder)
 
@@ -180,7 +230,8 @@ class SessionFile:
         """Proof that a worker has read this file."""
         self._folder = folder
         self._file = folder.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        os.write(self._file, json.dumps({**told, "secret": self.secret.hex()}).encode())
+        about = {**told, "memory": str(folder.memory), "secret": self.secret.hex()}
+        os.write(self._file, json.dumps(about).encode())
 
     def ended(self) -> bool:
         """Return True, and remove the file, if no process holds the session any more.

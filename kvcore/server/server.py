@@ -29,7 +29,7 @@ from kvcore._util.zmq_socket import (
     zmq,
 )
 from kvcore.config import Config
-from kvcore.config.paths import folder_of
+from kvcore.config.paths import folder_of, memory_of
 from kvcore.control.audit import AuditLog, identity
 from kvcore.control.messages import ControlReply, ControlRequest, Refused, WrongProtocol, frames
 from kvcore.control.operations import record_refusal
@@ -144,7 +144,8 @@ class Server:
         server = self._config.server
         check_events(self._config)
         address = address_of(server)
-        self._folder = RuntimeDir(folder_of(server))
+        folder, memory = folder_of(server), memory_of(server)
+        self._folder = RuntimeDir(folder, None if memory == folder else memory)
         self._context = Context()
         self._entrance = Entrance(self._context)
         self._socket = make_socket(self._context, zmq.ROUTER)

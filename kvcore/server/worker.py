@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvcore.config import Config
@@ -175,7 +176,7 @@ class ServedWorker(KVWorker):
                 "with the same settings"
             )
         slots, arrangement = told["slots"], told["arrangement"]
-        file = open_arena(self._folder, told["arena"])
+        file = open_arena(Path(told["memory"]), told["arena"])
         try:
             pages = SharedPages(file, arena_bytes(shape, slots, arrangement))
         finally:

@@ -14,13 +14,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("zmq")
 
 from kvcore.cli.ctl import Target, ask, parse_where
-from kvcore.config import load_config
+from kvcore.config import load_config, paths
 from kvcore.control import commands as o
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.server.messages import StatusRequest
 from kvcore.server.pending_clears import PendingClears
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import SessionLock, open_arena
+from kvcore.server.runtime_dir import RuntimeDir, SessionLock, open_arena
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.testing.waiting import until
 from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
@@ -28,7 +28,7 @@ from support.other_user import OTHER, OtherProcess, as_other_user, needs_root, s
 
 SQUATTER = """
 import sys
-from kvcore.config import load_config
+from kvcore.config import load_config, paths
 from kvcore.server.server import Server
 
 class Squatter(Server):
@@ -186,6 +186,51 @@ def test_a_server_does_not_start_in_another_users_folder(shm: Path) -> None:
     os.chown(shm / "kv", OTHER, OTHER)
     with pytest.raises(ConfigError, match=f"it belongs to user {OTHER}"):
         RunningServer(settings(shm / "kv"))
+
+
+@pytest.fixture
+def places(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for /run and /dev/shm, where the default folder is."""
+    (shm / "run").mkdir(mode=0o755)
+    monkeypatch.setattr(paths, "RUN", shm / "run")
+    monkeypatch.setattr(paths, "MEMORY", shm)
+    return shm
+
+
+def by_default() -> Any:
+    tables = settings(Path("/")).model_dump(mode="json", include={"host", "server"})
+    del tables["server"]["folder"]
+    return load_config(None, tables)
+
+
+@needs_root
+def test_others_cannot_make_the_default_folder_first(places: Path) -> None:
+    """They can make the one in /dev/shm, with all signs of a server's."""
+    with squatted(places / f"kvcore-{os.geteuid()}") as squatter:
+        config = by_default()
+        server, prompt = RunningServer(config), words(1, 100)
+        assert paths.folder_of(config.server) == places / "run" / "kvcore"
+        with ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config) as engine:
+            serve(engine, prompt)
+            until(lambda: server.idle)
+            assert serve(engine, prompt)[1] == {"host": 96}
+            [memory] = [arena.parent for arena in places.glob("kvcore-*/arena-1")]
+            assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+        server.close()
+        assert not memory.exists()
+        assert squatter.lines == ["ready"]
+
+
+@needs_root
+def test_the_memory_of_a_killed_server_is_given_back(places: Path) -> None:
+    folder = paths.folder_of(by_default().server)
+    killed = RuntimeDir(folder, places)
+    os.close(killed.make_arena("arena-1", 4096, huge_pages=False))
+    os.close(killed._lock)  # as the kernel does
+    own = RuntimeDir(folder, places)
+    assert not killed.memory.exists()
+    assert own.memory.exists()
+    own.close()
 
 
 @needs_root
