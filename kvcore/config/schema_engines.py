@@ -99,7 +99,8 @@ class SglangConfig(SchemaModel):
         description="Let SGLang's `/flush_cache` empty only SGLang's own cache. Otherwise it also "
         "removes every block from every tier of kvcore, for all engines that share it. Without "
         "`--admin-api-key`, every client of SGLang may flush. After weights were changed in place, "
-        "KV from before is not found in either case.",
+        "KV from before is not found in either case. As HiCache's storage, kvcore is emptied by "
+        "`/hicache/storage-backend/clear` only if this is false or there is that key.",
     )
     list_requests: bool = Field(
         default=False,

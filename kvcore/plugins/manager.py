@@ -20,6 +20,7 @@ import pluggy
 from kvcore import __version__
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.log import get_logger
+from kvcore.masking import mask_passwords
 from kvcore.plugins import builtin, hookspecs
 from kvcore.plugins.hookspecs import (
     PROJECT,
@@ -305,8 +306,8 @@ def _distinct(
 
 
 def reason(error: Exception) -> str:
-    """Return an error in one line, with its class."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """Return an error in one line, with its class and without passwords in URLs."""
+    return mask_passwords(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 # -- engines --------------------------------------------------------------------------------------

@@ -230,6 +230,12 @@ def test_capacity_is_held_and_old_pages_go(attach: Attach, tmp_path: Path) -> No
     assert storage.batch_exists(keys[-10:]) == 10
     used = sum(f.stat().st_size for f in (tmp_path / "kv").rglob("*") if f.is_file())
     assert used <= 4 << 20
+    with pytest.raises(UnsupportedError, match="every client can ask for it"):
+        storage.clear()
+    assert storage.batch_exists(keys[-1:]) == 1
+    storage.close()
+    storage = attach(pool, {"admin_api_key": "of the operator"})
+    assert storage.batch_exists(keys[-1:]) == 1
     storage.clear()
     assert storage.batch_exists(keys[-1:]) == 0
 

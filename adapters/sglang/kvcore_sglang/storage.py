@@ -144,6 +144,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         self._storage = storage_config
         self._pages: HostPages | None = None
         self._store: PageStore | None = None
+        self._may_clear = False
 
     # -- HiCache attaches and detaches --------------------------------------------------------
 
@@ -154,6 +155,8 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
 
         server_args = get_server_args()
         _check(self._storage, server_args)
+        keeps = self._config.sglang.keep_on_flush
+        self._may_clear = not keeps or bool(server_args.admin_api_key)
         pages = HostPages(mem_pool_host)
         identity = _identity(self._storage, server_args, pages, self._config.namespace.secret)
         geometry = Geometry(pages.shape, identity[:16], ((0, pages.shape.kv_heads),))
@@ -171,7 +174,15 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def clear(self) -> None:
-        """Forget every page of this rank, on the medium too."""
+        """Forget every page of this rank, on the medium too.
+
+        Raises UnsupportedError if every client of SGLang could ask for that. SGLang logs it.
+        """
+        if not self._may_clear:
+            raise UnsupportedError(
+                "every client can ask for it: start SGLang with --admin-api-key, or set "
+                "sglang.keep_on_flush = false"
+            )
         self.store.clear()
 
     def close(self) -> None:
