@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Metrics, MissReason
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
+from kvcore.worker import refuse
 
 __all__ = ["SchedulerCore", "SchedulerParts", "SchedulerTraits", "Tokens"]
 
@@ -107,6 +108,8 @@ class SchedulerCore(ABC, Generic[F]):
         self.metrics = parts.metrics
         self.recorder = parts.recorder
         self.namespaces = Namespaces(config.namespace, model.fingerprint)
+        if config.namespace.weights_change == "any_time":
+            self.namespaces.renew()
         self.disabled = ""
         """The reason why kvcore stopped serving this engine; empty while it serves."""
         self._config = config
@@ -241,27 +244,44 @@ class SchedulerCore(ABC, Generic[F]):
             self.disable("a worker refused its work")
         return released
 
+    def _end_unsent(self, graphs: Iterable[TransferGraph]) -> None:
+        """End graphs that no worker will get, as failed."""
+        for graph in graphs:
+            for report in refuse(graph, RowError.UPSTREAM):
+                self._complete(report)
+
     # -- upkeep -----------------------------------------------------------------------------
 
-    def disable(self, why: str) -> None:
-        """Stop loads and saves until the engine restarts, and log ``why``. Idempotent."""
+    def disable(self, why: str, error: BaseException | None = None) -> None:
+        """Stop loads and saves until the engine restarts. Idempotent.
+
+        Logs ``why`` once, with the trace of ``error`` if it is given.
+        """
         if not self.disabled:
             self.disabled = why
-            _log.warning("%s: kvcore stands aside until the engine restarts", why)
+            self.metrics.aside()
+            level = logging.WARNING if error is None else logging.ERROR
+            _log.log(
+                level, "%s: kvcore stands aside until the engine restarts", why, exc_info=error
+            )
 
     def clear(self) -> None:
-        """Forget every block of every tier.
-
-        Weights may have been changed in place, and a fingerprint covers only the files that they
-        were read from. KV computed from now on therefore gets a random mark in its keys: this
-        engine finds it again, a restarted engine does not. Running requests neither load nor save
-        any more.
-        """
+        """Forget every block of every tier, for all engines that share it, and `renew`."""
         self.manager.clear()
-        self.namespaces.renew()
-        self._saved.clear()  # what is being copied is not learned after this
         if self._fusion is not None:
             self._fusion.chunks.forget()
+        self.renew()
+
+    def renew(self) -> None:
+        """Find nothing of what was kept so far, because weights may have been changed in place.
+
+        A fingerprint covers only the files that they were read from. KV computed from now on
+        therefore gets a random mark in its keys: this engine finds it again, a restarted engine
+        does not. Tiers keep what they have, for engines with the weights of the files. Running
+        requests neither load nor save any more.
+        """
+        self.namespaces.renew()
+        self._saved.clear()  # what is being copied is not learned after this
         self._stop_running()
 
     @abstractmethod
