@@ -8,7 +8,7 @@ the environment and an engine's JSON. docs/configuration.md is generated from th
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -74,6 +74,14 @@ class NamespaceConfig(SchemaModel):
     salt: Name | None = Field(
         default=None,
         description="Tenant for requests without a salt of their own. Tenants never share KV.",
+    )
+    weights_change: Literal["never", "on_reset", "any_time"] = Field(
+        default="on_reset",
+        description="When the weights of a running engine may be changed in place, which their "
+        'files do not show. "on_reset": only when the engine is told to empty its cache. KV '
+        "computed after such a reset is kept apart: only this engine finds it, and only until it "
+        'ends. "any_time": KV is kept apart from the start. "never": a reset changes nothing. '
+        "A change of weights that the engine reports to kvcore counts as a reset.",
     )
 
 

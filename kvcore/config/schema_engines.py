@@ -52,6 +52,13 @@ class VllmConfig(AdapterConfig):
         description="Longest time, in seconds, that a request waits for KV that a prefill "
         "instance has announced. What has not arrived by then is computed.",
     )
+    keep_on_reset: bool = Field(
+        default=True,
+        description="Keep every tier when vLLM resets its cache: by `sleep`, `pause_generation`, "
+        "`release_kv_cache_memory` and `reset_prefix_cache` with `reset_connector`. Otherwise a "
+        "reset also removes every block from every tier of kvcore, for all engines that share it. "
+        "Whether the engine still finds its KV after a reset is up to `namespace.weights_change`.",
+    )
 
 
 class TrtllmConfig(AdapterConfig):

@@ -49,6 +49,7 @@ class StepReport(msgspec.Struct, array_like=True):
         forwards: (number, seconds) of the forwards that a plan asked to time.
         profile: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
             rows. Sent once.
+        weights: the changes of the model's weights in place.
     """
 
     reports: list[OpReport] = []
@@ -56,6 +57,7 @@ class StepReport(msgspec.Struct, array_like=True):
     blends: list[BlendReport] = []
     forwards: list[tuple[int, float]] = []
     profile: list[tuple[int, float]] = []
+    weights: int = 0
 
 
 def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
@@ -71,6 +73,7 @@ def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
     for rank in ranks:
         merged.reports += rank.reports
         merge(merged.counted, rank.counted)
+        merged.weights = max(merged.weights, rank.weights)
         merged.forwards = _slowest(merged.forwards, rank.forwards)
         merged.profile = _slowest(merged.profile, rank.profile)
         for report in rank.blends:

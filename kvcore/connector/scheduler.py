@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -34,6 +34,7 @@ from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Metrics, MissReason
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
+from kvcore.worker import refuse
 
 __all__ = ["SchedulerCore", "SchedulerParts", "SchedulerTraits", "Tokens"]
 
@@ -107,8 +108,9 @@ class SchedulerCore(ABC, Generic[F]):
         self.metrics = parts.metrics
         self.recorder = parts.recorder
         self.namespaces = Namespaces(config.namespace, model.fingerprint)
-        if model.alone:
+        if model.alone or config.namespace.weights_change == "any_time":
             self.namespaces.renew()
+        if model.alone:
             _log.warning(
                 "KV of this engine is not shared, and not found after a restart: %s",
                 "; ".join(model.alone),
@@ -247,21 +249,36 @@ class SchedulerCore(ABC, Generic[F]):
             self.disable("a worker refused its work")
         return released
 
+    def _end_unsent(self, graphs: Iterable[TransferGraph]) -> None:
+        """End graphs that no worker will get, as failed."""
+        for graph in graphs:
+            for report in refuse(graph, RowError.UPSTREAM):
+                self._complete(report)
+
     # -- upkeep -----------------------------------------------------------------------------
 
-    def disable(self, why: str) -> None:
-        """Stop loads and saves until the engine restarts, and log ``why``. Idempotent."""
+    def disable(self, why: str, error: BaseException | None = None) -> None:
+        """Stop loads and saves until the engine restarts. Idempotent.
+
+        Logs ``why`` once, with the trace of ``error`` if it is given.
+        """
         if not self.disabled:
             self.disabled = why
-            _log.warning("%s: kvcore stands aside until the engine restarts", why)
+            self.metrics.aside()
+            level = logging.WARNING if error is None else logging.ERROR
+            _log.log(
+                level, "%s: kvcore stands aside until the engine restarts", why, exc_info=error
+            )
 
     def clear(self) -> None:
-        """Forget every block of every tier, and `renew`."""
+        """Forget every block of every tier, for all engines that share it, and `renew`."""
         self.manager.clear()
+        if self._fusion is not None:
+            self._fusion.chunks.forget()
         self.renew()
 
     def renew(self) -> None:
-        """Find nothing of what was kept so far, because weights were changed in place.
+        """Find nothing of what was kept so far, because weights may have been changed in place.
 
         A fingerprint covers only the files that they were read from. KV computed from now on
         therefore gets a random mark in its keys: this engine finds it again, a restarted engine
@@ -270,8 +287,6 @@ class SchedulerCore(ABC, Generic[F]):
         """
         self.namespaces.renew()
         self._saved.clear()  # what is being copied is not learned after this
-        if self._fusion is not None:
-            self._fusion.chunks.forget()
         self._stop_running()
 
     @abstractmethod

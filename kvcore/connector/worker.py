@@ -158,13 +158,6 @@ class StepWorker(Generic[_R]):
             for report in refused:
                 self._take(report)
 
-    def _drop_saves(self, graphs: Iterable[TransferGraph]) -> None:
-        """Report saves as failed instead of starting them: what they would read is wrong."""
-        with self._lock:
-            for graph in graphs:
-                for report in refuse(graph, RowError.UPSTREAM):
-                    self._take(report)
-
     def _expect(self, graph: TransferGraph, request_id: _R | None = None) -> Load[_R]:
         """Treat the reports of ``graph`` as those of a load. Call before `_submit`.
 
@@ -191,6 +184,19 @@ class StepWorker(Generic[_R]):
                 return False
             time.sleep(RETRY_WAIT_S / 10)
         return True
+
+    def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
+        """Cancel graphs because of an error, and `quiesce`. Uses none of this object's books."""
+        for graph_id in graph_ids:
+            self._worker.cancel(graph_id)
+        return self.quiesce(timeout)
+
+    def _refuse(self, graphs: Iterable[TransferGraph]) -> None:
+        """Report graphs as failed instead of starting them."""
+        with self._lock:
+            for graph in graphs:
+                for report in refuse(graph, RowError.UPSTREAM):
+                    self._take(report)
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
         """Block until each of ``loads`` has copied ``layer`` or has finally failed."""

@@ -432,6 +432,15 @@ class Manager(ABC):
         """The number of graphs that were launched and have not ended."""
 
     @property
+    def awaited(self) -> bool:
+        """True if an engine without requests should go on with its steps, to hear of a graph's end.
+
+        A graph that was given up, or that waits for a medium alone which has ended nothing for a
+        while, does not count: it may hang forever.
+        """
+        return self.in_flight > 0
+
+    @property
     def reads_in_flight(self) -> Mapping[str, tuple[int, int]]:
         """(operations, blocks) that are read or queued, by the tier that they come from.
 

@@ -125,6 +125,16 @@ class Flights:
         return Room(self.full, self._index.num_free(HOST), bool(self.staging), lent, moving)
 
     @property
+    def awaited(self) -> bool:
+        """True if the end of a graph is to be expected; see `Manager.awaited`."""
+        moving = self._clock() - self._last_end < STALLED_S
+        return any(
+            flight.given_up is None
+            and (moving or any(flight.graph.ops[i].path.touches_device for i in flight.waiting))
+            for flight in self._flights.values()
+        )
+
+    @property
     def reads(self) -> dict[str, tuple[int, int]]:
         """(operations, blocks) that are read or queued, by the tier that they come from."""
         return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}

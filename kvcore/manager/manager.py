@@ -214,6 +214,10 @@ class KVManager(Manager):
         return len(self.flights)
 
     @property
+    def awaited(self) -> bool:
+        return self.flights.awaited
+
+    @property
     def reads_in_flight(self) -> dict[str, tuple[int, int]]:
         return self.flights.reads
 

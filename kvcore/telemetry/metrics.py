@@ -133,6 +133,9 @@ SPECS = (
         "Messages that a server refused, by reason",
         ("kind",),
     ),
+    MetricSpec(
+        "kvcore_standing_aside", Kind.GAUGE, "1 if kvcore stopped serving the engine, see its log"
+    ),
     MetricSpec("kvcore_queue_depth", Kind.GAUGE, "Transfer operations in flight", ("path",)),
     MetricSpec(
         "kvcore_evictions_total",
@@ -285,6 +288,10 @@ class Metrics:
     def refused(self, kind: str) -> None:
         """Count a message that a server refused."""
         self._add("kvcore_server_refusals_total", 1, kind)
+
+    def aside(self) -> None:
+        """Tell that kvcore no longer serves the engine, or never did."""
+        self._set("kvcore_standing_aside", 1)
 
     def queue(self, path: str, depth: int) -> None:
         """Set the number of transfer operations in flight on a path."""

@@ -40,6 +40,7 @@ def request(tokens: list[int]) -> Any:
         prompt_token_ids=tokens,
         _all_token_ids=tokens,
         prompt_embeds=None,
+        skip_reading_prefix_cache=False,
         pooling_params=None,
         resumable=False,
         mm_features=[],

@@ -31,6 +31,7 @@ def request(name: str) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
         prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, resumable=False,
+        skip_reading_prefix_cache=False,
         mm_features=[],
         _all_token_ids=PROMPT, lora_request=None, cache_salt=None, kv_transfer_params=None,
     )  # fmt: skip
@@ -39,12 +40,14 @@ def request(name: str) -> Any:
 class LeaderRig:
     """A scheduler side with ``PROMPT`` on disk. ``options`` are its further arguments."""
 
-    def __init__(self, host: int = 64, **options: Any) -> None:
+    def __init__(
+        self, host: int = 64, *, settings: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         self.now = 0.0
         self.requests: dict[str, Any] = {}
         self.index = BlockIndex([TierSpec("host", host), TierSpec("disk", 64)])
         self.outbox = Outbox(1)
-        self.config = load_config(None, {})
+        self.config = load_config(None, settings or {})
         self.manager = KVManager(
             self.index,
             self.outbox,

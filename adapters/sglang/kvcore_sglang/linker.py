@@ -24,6 +24,7 @@ import torch
 
 from kvcore import log
 from kvcore.config import Config, load_config
+from kvcore.connector.guard import Guard
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Data, PrometheusSink
@@ -444,12 +445,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         """
         leader = self.leader
         assert leader is not None
-        try:
-            return decide(leader)
-        except Exception:  # noqa: BLE001 - logged, and kvcore stops
-            _log.exception("kvcore failed")
-            leader.disable("an error in the leader")
-            return neutral
+        return Guard(leader.disable).run("the leader", lambda: decide(leader), neutral)
 
     # -- lifecycle --------------------------------------------------------------------------
 

@@ -11,14 +11,14 @@ nothing, and logs one warning that says why.
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcore import log
 from kvcore.config import Config, forwarded_config
+from kvcore.connector.guard import Guard, guarded
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
@@ -34,7 +34,6 @@ from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")
-_T = TypeVar("_T")
 _names = engine.find()
 _WorkerBase: Any = _names.worker
 _SchedulerBase: Any = _names.scheduler
@@ -191,28 +190,6 @@ def _capturing() -> bool:
 # -- scheduler ------------------------------------------------------------------------------
 
 
-def _guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """Decorate a method of rank 0's scheduler so that it never raises: the other ranks wait for it.
-
-    On an error the method logs it, stops kvcore until the engine restarts, and returns ``neutral``.
-    """
-
-    def decorate(method: Callable[..., _T]) -> Callable[..., _T]:
-        @functools.wraps(method)
-        def call(self: KVCoreScheduler, *args: Any, **kwargs: Any) -> _T:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 - logged, and kvcore stops
-                _log.exception("%s failed", method.__name__)
-                if self._leader is not None:
-                    self._leader.disable(f"an error in {method.__name__}")
-                return neutral
-
-        return call
-
-    return decorate
-
-
 class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     """The scheduler half, which decides, on rank 0. Its methods never raise into the executor."""
 
@@ -220,13 +197,19 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
         super().__init__(llm_args)
         _started(llm_args)
         self._meeting = _meet(llm_args)
+        self._guard = Guard(self._stop)
         self._offered: dict[int, bool] = {}
 
     @property
     def _leader(self) -> Leader | None:
         return self._meeting.leader
 
-    @_guarded((0, False))
+    def _stop(self, why: str, error: BaseException) -> None:
+        """Stop kvcore after an error: the other ranks wait for rank 0, so nothing is raised."""
+        if self._leader is not None:
+            self._leader.disable(why, error)
+
+    @guarded((0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -248,33 +231,38 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
         """Do what ``update_state_after_alloc`` does; newer versions call this one."""
         if self._leader is None:
             return
+        leader = self._leader
         offered = self._offered.pop(request.request_id, None)
-        try:
-            self._leader.allocated(request, block_ids_by_layer_group)
-        except Exception:  # noqa: BLE001 - the engine counts on the tokens: see `Leader.lose`
-            _log.exception("the load of request %s cannot be planned", request.request_id)
-            self._leader.disable("an error in update_state_after_alloc")
-            if offered is not None:
-                self._leader.lose(request.request_id, parked=offered)
+
+        def lose() -> None:
+            if offered is not None:  # the engine counts on the tokens
+                leader.lose(request.request_id, parked=offered)
+
+        self._guard.run(
+            "update_state_after_alloc",
+            lambda: leader.allocated(request, block_ids_by_layer_group),
+            None,
+            lose,
+        )
 
     def build_connector_meta(self, scheduler_output: Any) -> KVCoreMetadata:
         """Return the plan of a step. If planning fails, return one that fails the whole step."""
         leader = self._leader
         if leader is None:
             return KVCoreMetadata()
-        try:
-            return KVCoreMetadata.of(leader.build_plan(scheduler_output))
-        except Exception:  # noqa: BLE001 - promised loads may be missing from the plan
-            _log.exception("the step cannot be planned")
-            leader.disable("an error in build_connector_meta")
-            return KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step"))
+        return self._guard.run(
+            "build_connector_meta",
+            lambda: KVCoreMetadata.of(leader.build_plan(scheduler_output)),
+            KVCoreMetadata(),
+            lambda: KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step")),
+        )
 
-    @_guarded(False)
+    @guarded(False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Save the last blocks of a request; return True while saves still read its pages."""
         return self.request_finished_by_layer_group(request, [cache_block_ids])
 
-    @_guarded(False)
+    @guarded(False)
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
@@ -283,7 +271,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             return False
         return self._leader.finished(request, cache_block_ids_by_layer_group)
 
-    @_guarded(None)
+    @guarded(None)
     def request_reset(self, request: Any) -> None:
         """Forget a request whose pages are gone. It will begin again (newer versions)."""
         if self._leader is not None:

@@ -27,6 +27,7 @@ from typing import Any
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
 from kvcore.connector.fusion_scheduler import FusionRequest
+from kvcore.connector.guard import Guard
 from kvcore.connector.page_table import PageTables, of_its_group
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
@@ -460,11 +461,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
 
     def hear(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Call `take_news` without raising: the worker's rank must keep up with the others."""
-        try:
-            self.take_news(reports, counted)
-        except Exception:  # noqa: BLE001 - the ranks wait for each other
-            _log.exception("reports could not be taken in")
-            self.disable("an error in the leader's books")
+        Guard(self.disable).run("take_news", lambda: self.take_news(reports, counted), None)
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
         """Handle the results of blends of rank 0's worker, which is in this process."""

@@ -154,7 +154,7 @@ class WorkerConnector(StepWorker[int]):
 
     def _drop_late_saves(self) -> None:
         saves, self._plan.late_saves = self._plan.late_saves, []
-        self._drop_saves(graph for _, graph in saves)
+        self._refuse(graph for _, graph in saves)
 
     # -- blends -----------------------------------------------------------------------------
 

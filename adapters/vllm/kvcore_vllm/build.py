@@ -254,18 +254,17 @@ def _hook_attention(
         _log.warning("attention hooks are left out: %s: %s", names, error)
 
 
-def refusing_worker_connector(model: ModelDescription) -> WorkerConnector:
+def refusing_worker_connector(page_tokens: Sequence[int]) -> WorkerConnector:
     """Build a worker that refuses all work, so that the leader learns of it and stops.
 
     The pages of loads that were planned before that are reported as failed, and the engine computes
-    them.
+    them. ``page_tokens`` is the size of a scheduler block of each layer group.
     """
-    page_tokens = tuple(group.page_tokens for group in model.groups)
     return WorkerConnector(
         refusing_parts(),
         RefusingFusionWorker(page_tokens[0]),
         layer_of={},
-        page_tokens=page_tokens,
+        page_tokens=tuple(page_tokens),
         clock=ForwardTimer(torch.device("cpu")),
     )
 

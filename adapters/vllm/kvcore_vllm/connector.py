@@ -6,6 +6,7 @@ correctly, the model runs untouched: the connector matches and saves nothing, an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,10 +23,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcore import log
 from kvcore.config import Config, load_config
-from kvcore.errors import KVCoreError, LayoutError, TransferError, UnsupportedError
+from kvcore.connector.guard import Guard, guarded
+from kvcore.errors import ConfigError, KVCoreError, TransferError, UnsupportedError
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
+from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.build import (
     build_scheduler_side,
     build_worker_connector,
@@ -37,7 +40,8 @@ from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
-from kvcore_vllm.worker import WorkerConnector
+from kvcore_vllm.weights import watch_weights
+from kvcore_vllm.worker_guard import WorkerGuard
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +90,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         )
         log.configure(self._config.log.level, self._config.log.format)
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerConnector | None = None
+        self._worker: WorkerGuard | None = None
+        self._metrics = Metrics(role.name.lower())  # only if kvcore serves nothing here
+        self._offered: dict[str, tuple[int, bool]] = {}
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
@@ -98,13 +104,31 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
             tell_untried()
-            self._scheduler = build_scheduler_side(self._config, vllm_config, self._model)
+            self._scheduler = self._build_scheduler(self._model)
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        return Guard(self._stop)
+
+    def _stop(self, why: str, error: BaseException) -> None:
+        if self._scheduler is not None:
+            self._scheduler.stop(why, error)
+
+    def _build_scheduler(self, model: ModelDescription) -> SchedulerSide | None:
+        """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
+        try:
+            return build_scheduler_side(self._config, self._vllm_config, model)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
+            self._stand_aside(error)
+            return None
 
     def _describe(self) -> ModelDescription | None:
         try:
             self._check_sleep()
             model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
-        except UnsupportedError as error:
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
             return None
         hooks = load_plugins(self._config).found("attention")
@@ -123,8 +147,11 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 "disk.to_device = off"
             )
 
-    def _stand_aside(self, error: KVCoreError) -> None:
-        _log.warning("kvcore stands aside, the model runs without it: %s", error)
+    def _stand_aside(self, error: Exception) -> None:
+        """Log why the model runs without kvcore, with the trace of an unforeseen error."""
+        self._metrics.aside()
+        trace = None if isinstance(error, (KVCoreError, OSError)) else error
+        _log.warning("kvcore stands aside, the model runs without it: %s", error, exc_info=trace)
 
     # -- properties -------------------------------------------------------------------------
 
@@ -166,7 +193,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Block until no copy uses the KV memory, which vLLM takes away to sleep.
 
         vLLM gives it back under the same addresses, so nothing has to be restored. Its content is
-        gone, and vLLM empties the leader's tiers with its own cache. Raises TransferError, and vLLM
+        gone, and vLLM resets the leader with its own cache. Raises TransferError, and vLLM
         does not sleep, if copies have not ended after `SLEEP_S` seconds.
         """
         if self._worker is not None and not self._worker.quiesce(SLEEP_S):
@@ -174,15 +201,18 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
-        if self._model is None:
+        groups = self._kv_cache_config.kv_cache_groups
+        sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
+        if self._model is None:  # the leader may have read the model all the same
+            self._worker = WorkerGuard(refusing_worker_connector(sizes))
             return
         try:
-            self._worker = build_worker_connector(
-                self._config, self._vllm_config, self._model, kv_caches
-            )
-        except (UnsupportedError, LayoutError) as error:
+            worker = build_worker_connector(self._config, self._vllm_config, self._model, kv_caches)
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
-            self._worker = refusing_worker_connector(self._model)
+            worker = refusing_worker_connector(sizes)
+        self._worker = WorkerGuard(worker)
+        watch_weights(self._vllm_config, self._worker.weights_changed)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan. vLLM's first call of a step, before it touches a page."""
@@ -195,12 +225,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         Model Runner V2 names the requests of the forward in ``request_ids``.
         """
-        if self._worker is None:
-            return
-        self._worker.request_ids = kwargs.get("request_ids", ())
-        if not self._layerwise:
-            self._worker.wait_for_loads()
-        self._worker.blend()
+        if self._worker is not None:
+            self._worker.start(kwargs.get("request_ids", ()), layerwise=self._layerwise)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until the sync loads have copied the layer."""
@@ -248,19 +274,39 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler --------------------------------------------------------------------------
 
+    @guarded((0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        self._offered.pop(request.request_id, None)
+        offer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        if offer[0]:
+            self._offered[request.request_id] = num_computed_tokens, not offer[1]
+        return offer
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+        """Plan the load of the tokens that vLLM takes up. If that fails, vLLM computes them."""
+        scheduler, external = self._scheduler, num_external_tokens
+        if scheduler is None:
+            return
+        start, in_step = self._offered.pop(request.request_id, (0, False))
 
+        def lose() -> None:
+            if external:
+                scheduler.lose(request, blocks, external, start, in_step=in_step)
+
+        self._guard.run(
+            "update_state_after_alloc",
+            lambda: scheduler.update_state_after_alloc(request, blocks, external),
+            None,
+            lose,
+        )
+
+    @guarded({})
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
@@ -282,8 +328,15 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._hooked and self._vllm_config.use_v2_model_runner:
             # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
             scheduler_output.has_sync_kv_loads = True
-        return self._scheduler.build_connector_meta(scheduler_output)
+        scheduler = self._scheduler
+        return self._guard.run(
+            "build_connector_meta",
+            lambda: scheduler.build_connector_meta(scheduler_output),
+            KVCoreMetadata(),
+            scheduler.last_plan,
+        )
 
+    @guarded(None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
@@ -293,6 +346,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @guarded((False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -300,30 +354,38 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM may free the pages at once: a step that gives them away waits for the save first.
         """
+        self._offered.pop(request.request_id, None)
         if self._scheduler is None:
             return False, None
         return False, self._scheduler.request_finished(request, block_ids)
 
+    @guarded(False)
     def has_pending_push_work(self) -> bool:
         """Return True, to keep the engine stepping, until finished saves are published."""
         return self._scheduler is not None and self._scheduler.has_work
 
+    @guarded(())
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Yield the block events since the last call."""
+        """Return the block events since the last call."""
         if self._scheduler is None:
-            return
-        for event in self._scheduler.take_events():
-            yield engine_event(event, self._config.block.tokens)
+            return ()
+        events = self._scheduler.take_events()
+        return [engine_event(event, self._config.block.tokens) for event in events]
 
+    @guarded(True)
     def reset_cache(self) -> bool | None:
-        """Drop every block of every tier; return None if kvcore does not serve the model."""
+        """Follow a reset of vLLM's cache; return None if kvcore does not serve the model.
+
+        See `SchedulerSide.reset`. On an error kvcore serves nothing any more, so nothing old is.
+        """
         if self._scheduler is None:
             return None
-        self._scheduler.clear()
+        self._scheduler.reset()
         return True
 
     # -- both -------------------------------------------------------------------------------
 
+    @guarded(None)
     def shutdown(self) -> None:
         """Finish the saves in flight, flush the tiers and release them. Blocks. Idempotent."""
         if self._worker is not None:
@@ -333,8 +395,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
             self._scheduler = None
 
+    @guarded(None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        data = self._scheduler.take_stats() if self._scheduler is not None else {}
+        source = self._scheduler.take_stats if self._scheduler is not None else self._metrics.delta
+        data = source()
         return KVCoreStats(data) if data else None
 
     @classmethod

@@ -28,11 +28,12 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     ``sync_loads`` must have arrived when the forward uses them. ``async_loads`` run between steps;
     each comes with the request that waits for it. ``blend_loads`` bring the exact tokens before a
     blend; each comes with the blend's request. ``failed_loads`` are requests whose load or blend
-    could not be planned. ``early_saves`` read pages that this same step may give to another
-    request. ``late_saves`` read what this step's forward computes. ``fetches`` read blocks into
-    host memory. ``spills`` write blocks from there to lower tiers. ``empty_step`` is True if
-    nothing is computed. ``timed`` is a number under which the forward's seconds are reported; 0
-    asks for none.
+    could not be planned, ``unfilled`` the pages of loads in the step that could not.
+    ``early_saves`` read pages that this same step may give to another request. ``late_saves`` read
+    what this step's forward computes. ``fetches`` read blocks into host memory. ``spills`` write
+    blocks from there to lower tiers. ``empty_step`` is True if nothing is computed. ``timed`` is a
+    number under which the forward's seconds are reported; 0 asks for none. ``epoch`` counts the
+    changes of weights that the leader knows of.
     """
 
     fence: list[int] = []
@@ -46,6 +47,8 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     spills: list[TransferGraph] = []
     empty_step: bool = False
     timed: int = 0
+    unfilled: list[int] = []
+    epoch: int = 0
 
 
 class KVCoreMetadata(PlanMetadata[StepPlan], KVConnectorMetadata):

@@ -277,6 +277,18 @@ PROBES = (
         without="its metrics do not tell tiers apart",
     ),
     Probe(
+        "weights",
+        "to learn that weights were changed in place",
+        (
+            Has(
+                "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+                "vllm.v1.worker.gpu_worker:Worker.update_weights",
+                "vllm.v1.worker.gpu_worker:Worker.get_model",
+            ),
+        ),
+        without="KV from before a change that comes without a reset is found after it",
+    ),
+    Probe(
         FUSION,
         "to run decoder layers outside a forward",
         (

@@ -19,9 +19,10 @@ step names the save in its fence, and the worker waits for it before anything wr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -51,6 +52,7 @@ from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
 from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.tracked import Offer, Tracked
+from kvcore_vllm.unsent import failing_plan, take_saves, withdraw
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -62,8 +64,6 @@ _log = logging.getLogger("kvcore.vllm.scheduler")
 
 NULL_PAGE = 0
 """vLLM's number for a page that a sliding-window group has dropped."""
-
-
 RUN_TOKENS = 256
 """Generated tokens of a request that are saved together. Each save costs the leader some 0.1 ms."""
 
@@ -108,6 +108,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._decode_run = max(RUN_TOKENS // self._block, 1) if model.single_group else 1
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
+        self._epoch = 0  # changes of weights that workers have reported
         self._policy = policy
         self._handover = handover or Handover(
             None, settings.promise_s, self.manager, Clients(config)
@@ -126,7 +127,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if tracked is None:
             return 0, False
         tracked.offer = tracked.count_miss = None
-        if not tracked.may_load:
+        if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         self._hash(tracked)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
@@ -239,7 +240,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         """Plan the load of ``external`` tokens into the pages that vLLM has allocated.
 
         vLLM may take fewer tokens than were offered, and may take an offer up in a later step. A
-        request whose load cannot be planned is told as failed, and vLLM computes it.
+        load that cannot be planned is told as failed, and vLLM computes its tokens.
         """
         tracked = self._requests.get(request.request_id)
         offer = None
@@ -254,6 +255,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             if tracked is None or offer is None or external > offer.stop - offer.start:
                 raise TransferError(f"vLLM counts on {external} tokens, and was offered {offer}")
             tracked.waits = not offer.in_step
+            tracked.load_tokens = min(external, offer.exact - offer.start)
             if offer.blend is None:
                 self._launch_load(tracked, offer, blocks.get_block_ids(), external)
             elif tracked.fusing is not None and tracked.fusing.due:
@@ -261,13 +263,30 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             else:
                 raise TransferError("the blend was offered in an earlier step")
         except KVCoreError as error:
-            if self._in_step if offer is None else offer.in_step:
-                raise  # the forward would read pages that nothing fills
-            # The workers know nothing of the load yet.
             _log.warning("load refused request=%s: %s", request.request_id, error)
-            if tracked is not None:
-                tracked.may_load, tracked.waits, tracked.reused = False, True, {}
-            self._plan.failed_loads.append(request.request_id)
+            if offer is None and self._in_step:
+                raise  # it is not known how vLLM waits for them
+            start = 0 if offer is None else offer.start
+            self.lose(request, blocks, external, start, in_step=offer is not None and offer.in_step)
+
+    def lose(
+        self, request: Request, blocks: KVCacheBlocks, external: int, start: int, *, in_step: bool
+    ) -> None:
+        """Tell that ``external`` tokens from ``start`` on, which vLLM counts on, will not come.
+
+        The workers know nothing of their load yet.
+        """
+        request_id, tracked = request.request_id, self._requests.get(request.request_id)
+        if tracked is not None:
+            tracked.may_load, tracked.waits, tracked.reused = False, not in_step, {}
+        if in_step:  # a graph that was planned may fill the pages all the same
+            [pages], size = blocks.get_block_ids(), self._model.groups[0].page_tokens
+            self._plan.unfilled += pages[start // size : -(-(start + external) // size)]
+            self.recorder.failed(request_id, external)
+            return
+        gone = withdraw(self._plan, request_id)
+        self._plan.failed_loads.append(request_id)
+        self._end_unsent(gone)
 
     def _launch_load(
         self, tracked: Tracked, offer: Offer, pages: PageTables, external: int
@@ -278,7 +297,6 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         first, last = self._blocks(offer.start, stop)
         units = self._paging.units(pages, first, last, offer.start)
         tracked.load_attempts += 1
-        tracked.load_tokens = external
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
         if not offer.in_step:
@@ -311,7 +329,6 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         assert tracked.hit is not None
         if external < offer.stop - offer.start:
             raise TransferError(f"vLLM takes {external} tokens of a blend, which ends at {offer}")
-        tracked.load_tokens = offer.exact - offer.start
         tracked.reused = {"blend": plan.reused}
         if offer.exact > offer.start:
             first, last = self._blocks(offer.start, offer.exact)
@@ -350,8 +367,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.may_save and not self.disabled:
                 self._save_computed(tracked, output)
-        plan, self._plan = self._plan, StepPlan()
-        plan.spills, plan.cancel, plan.forget = self._outbox.take()
+        plan = self._plan
+        plan.epoch = self._epoch
+        spills, plan.cancel, plan.forget = self._outbox.take()
+        plan.spills += spills
         plan.fence = self._fences(plan, output)
         if self._fusion is not None:
             page_tokens = self._model.groups[0].page_tokens
@@ -361,13 +380,23 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if self._policy is not None and prefills and not plan.blends:
             plan.timed = self._policy.time(parts_of(self._scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
-        return KVCoreMetadata.of(plan)
+        metadata = KVCoreMetadata.of(plan)
+        self._plan = StepPlan()
+        return metadata
 
-    def _scheduled(self, output: SchedulerOutput) -> Iterator[tuple[int, Request]]:
-        """Yield (tokens of this step, request) for each scheduled request."""
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            if (tracked := self._requests.get(request_id)) is not None:
-                yield tokens, tracked.request
+    def last_plan(self) -> KVCoreMetadata:
+        """Return a plan in place of one that could not be made. It fails what was promised."""
+        plan, unsent = failing_plan(self._plan, self._users.graphs, self._paging.pages_of)
+        self._plan = StepPlan()
+        metadata = KVCoreMetadata.of(plan)
+        with contextlib.suppress(KVCoreError):  # kvcore has stopped: its books serve nobody
+            self._end_unsent(unsent)
+        return metadata
+
+    def _scheduled(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
+        """Return (tokens of this step, request) for each scheduled request."""
+        found = ((self._requests.get(name), n) for name, n in output.num_scheduled_tokens.items())
+        return [(tokens, tracked.request) for tracked, tokens in found if tracked is not None]
 
     def _save_computed(self, tracked: Tracked, output: SchedulerOutput) -> None:
         """Save the blocks that a request completes in this step, and note when it is due again.
@@ -437,6 +466,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _take_report(self, ranks: StepReport) -> None:
         self.metrics.absorb(ranks.counted)
+        if ranks.weights:
+            _log.warning("weights were changed in place: KV from before is not found any more")
+            self._epoch += 1
+            self.renew()
         if self._policy is not None:
             self._policy.learn(ranks.profile, ranks.forwards, ranks.counted)
         for blend in ranks.blends:
@@ -506,10 +539,29 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     @property
     def has_work(self) -> bool:
-        """True if the engine must keep stepping, because a plan or a report is outstanding."""
-        return bool(self.manager.in_flight or self._outbox.graphs)
+        """True if vLLM must go on with its steps: a plan or a report is outstanding."""
+        return not self.disabled and bool(self._outbox.graphs or self.manager.awaited)
+
+    def stop(self, why: str, error: BaseException) -> None:
+        """Stop kvcore after an error. No planned save goes out: fences may be missing."""
+        self.disable(why, error)
+        with contextlib.suppress(KVCoreError):
+            self._end_unsent(take_saves(self._plan))
+
+    def reset(self) -> None:
+        """Follow a reset of vLLM's cache: it sleeps, pauses, or was given other weights.
+
+        Tiers are left as they are, unless ``vllm.keep_on_reset`` is false: other engines may share
+        them. Unless weights never change, what is in them is no longer found.
+        """
+        self._end_unsent(take_saves(self._plan))  # vLLM may take the pages' memory away
+        if not self._config.vllm.keep_on_reset:
+            self.clear()
+        elif self._config.namespace.weights_change != "never":
+            self.renew()
 
     def _stop_running(self) -> None:
+        self._end_unsent(take_saves(self._plan))  # of KV that may be of both weights
         for tracked in self._requests.values():
             tracked.may_load = tracked.may_save = False
 

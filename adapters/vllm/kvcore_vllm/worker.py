@@ -19,7 +19,7 @@ from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
 from kvcore.connector.worker import IDLE_WAIT_S, Load, StepWorker
-from kvcore.transfer.graph import SKIP
+from kvcore.transfer.graph import SKIP, UnitTable
 from kvcore.worker.lifecycle import RankParts
 from kvcore_vllm.messages import StepPlan
 
@@ -56,20 +56,26 @@ class WorkerConnector(StepWorker[str]):
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
         self._tainted = False  # a sync load of this step has failed
+        self._epoch = self._needed = 0  # the last plan's epoch, and the first with these weights
+        self._changes = 0
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Start the work that precedes this step's forward. Blocks on fences only."""
-        self._plan = plan
+        self._plan, self._epoch = plan, plan.epoch
         self._tend_tiers(plan)
+        self._finished.update(plan.failed_loads)
+        self._failed.update(plan.failed_loads)
+        self._bad_pages.update(plan.unfilled)
+        self._tainted = bool(plan.unfilled)
+        if plan.epoch < self._needed:
+            self._decline(plan)
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:
             self._worker.wait_device(graph_id)
         self._cancel(plan.cancel)
-        self._finished.update(plan.failed_loads)
-        self._failed.update(plan.failed_loads)
         together = self._worker.wave()
         for graph in plan.sync_loads:
             self._sync.append(self._expect(graph))
@@ -85,6 +91,31 @@ class WorkerConnector(StepWorker[str]):
         self._begin_blends(self._blends, plan.blends)
         if plan.timed and not self._sync:  # without loads the next call is the forward's launch
             self._clock.start(plan.timed)
+
+    def _decline(self, plan: StepPlan) -> None:
+        """Fail the loads, blends and saves of a plan that was made before weights were changed."""
+        for graph in plan.sync_loads:
+            self._sync.append(self._expect(graph))
+        for request_id, graph in plan.async_loads:
+            self._expect(graph, request_id)
+        parked = [graph for _, graph in (*plan.async_loads, *plan.blend_loads)]
+        chunks = [chunk.graph for order in plan.blends for chunk in order.chunks]
+        self._refuse([*plan.early_saves, *plan.late_saves, *plan.sync_loads, *parked, *chunks])
+        for order in plan.blends:
+            self._finished.add(order.request_id)
+            self._failed.add(order.request_id)
+            self._made.append(BlendReport(order.request_id, ok=False, arrived=False))
+        plan.early_saves, plan.late_saves, plan.sync_loads = [], [], []
+        plan.async_loads, plan.blend_loads, plan.blends = [], [], []
+
+    def weights_changed(self) -> None:
+        """Take note that the model's weights are being changed, between two steps.
+
+        The leader learns of it with the next report. What it plans before that loads and saves
+        nothing.
+        """
+        self._needed = self._epoch + 1
+        self._changes += 1
 
     def blend(self) -> None:
         """Carry out the step's blends. Blocks. Does nothing the second time in a step.
@@ -136,7 +167,7 @@ class WorkerConnector(StepWorker[str]):
         saves, self._plan.late_saves = self._plan.late_saves, []
         tainted, self._tainted = self._tainted, False
         if tainted:
-            self._drop_saves(saves)
+            self._refuse(saves)
             return
         for graph in saves:
             self._submit(graph)
@@ -144,10 +175,14 @@ class WorkerConnector(StepWorker[str]):
     def _unfilled(self, load: Load[str]) -> list[int]:
         """Return the scheduler blocks from the first row on that failed in a load."""
         first = min(row for report in load.reports for row in report.failed)
+        return self.pages_of(load.graph.units, first)
+
+    def pages_of(self, units: Sequence[UnitTable], first: int = 0) -> list[int]:
+        """Return the scheduler blocks of rows ``first`` and after."""
         pages: list[int] = []
-        for table, page_tokens in zip(load.graph.units, self._page_tokens, strict=True):
-            units = table.array()[first:].ravel()
-            pages += (units[units != SKIP] // (page_tokens // table.unit_tokens)).tolist()
+        for table, page_tokens in zip(units, self._page_tokens, strict=True):
+            rows = table.array()[first:].ravel()
+            pages += (rows[rows != SKIP] // (page_tokens // table.unit_tokens)).tolist()
         return pages
 
     def finished_loads(self) -> tuple[set[str], set[str]]:
@@ -175,9 +210,10 @@ class WorkerConnector(StepWorker[str]):
         reports = self._take_reports()
         blends, self._made = self._made, []
         forwards, profile = self._clock.take(), self.take_profile()
-        if not (reports or blends or forwards or profile):
+        changes, self._changes = self._changes, 0
+        if not (reports or blends or forwards or profile or changes):
             return None
-        return StepReport(reports, self.metrics.delta(), blends, forwards, profile)
+        return StepReport(reports, self.metrics.delta(), blends, forwards, profile, changes)
 
     def _ended(self, load: Load[str]) -> None:
         if load.request_id is not None:

@@ -87,6 +87,7 @@ class Engine:
             prompt_token_ids=prompt,
             _all_token_ids=list(prompt),
             prompt_embeds=None,
+            skip_reading_prefix_cache=False,
             pooling_params=None,
             mm_features=[],
             lora_request=None,

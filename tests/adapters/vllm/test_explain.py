@@ -77,6 +77,7 @@ def request(name: str, **more: Any) -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
         num_computed_tokens=0, prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None,
+        skip_reading_prefix_cache=False,
         resumable=False, mm_features=[], _all_token_ids=PROMPT, lora_request=None, cache_salt=None,
         kv_transfer_params=None, get_finished_reason=lambda: "stop", **more,
     )  # fmt: skip

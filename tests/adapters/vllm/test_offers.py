@@ -84,16 +84,18 @@ def test_a_short_load_from_host_memory_is_part_of_the_step_only_if_vllm_recovers
         assert rig.ask("other") == (offered, not recovers)
 
 
-def test_a_load_in_the_step_that_cannot_be_planned_stops_vllm() -> None:
-    """Its forward would read pages that nothing fills."""
+def test_pages_of_a_load_in_the_step_that_cannot_be_planned_are_told_as_unfilled() -> None:
+    """The forward reads pages that nothing fills, so vLLM computes them again after it."""
     rig = LeaderRig()
     offered, _ = ask(rig)
     graph = take(rig, offered)
     assert graph is not None
     rig.end(graph)
     assert rig.ask("other") == (offered, False)
-    with pytest.raises(TransferError, match="was offered"):
-        rig.side.update_state_after_alloc(rig.requests["other"], PAGES, offered + 1)
+    rig.side.update_state_after_alloc(rig.requests["other"], PAGES, offered + 1)
+    assert rig.side._plan.unfilled == list(range(1, 27))
+    assert rig.side._plan.sync_loads == []
+    assert rig.ask("other") == (0, False), "it is not offered again"
 
 
 @pytest.mark.parametrize("refused", [False, True])

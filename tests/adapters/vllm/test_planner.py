@@ -84,6 +84,7 @@ def request() -> Any:
         num_prompt_tokens=len(PROMPT),
         prompt_token_ids=PROMPT,
         prompt_embeds=None,
+        skip_reading_prefix_cache=False,
         pooling_params=None,
         resumable=False,
         mm_features=[],

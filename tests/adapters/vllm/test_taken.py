@@ -33,6 +33,7 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(
         request_id=name, num_tokens=len(PROMPT), num_prompt_tokens=len(PROMPT),
         prompt_token_ids=PROMPT, prompt_embeds=None, pooling_params=None, resumable=False,
+        skip_reading_prefix_cache=False,
         mm_features=[], _all_token_ids=PROMPT, lora_request=None, cache_salt=None,
         kv_transfer_params=None,
     )  # fmt: skip

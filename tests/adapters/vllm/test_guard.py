@@ -1,0 +1,384 @@
+"""An error in any call of vLLM: it goes on, and what it counts on comes or is told as failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+import kvcore_vllm.connector
+import kvcore_vllm.worker_guard
+from kvcore.config import load_config
+from kvcore.connector.forward_timer import ForwardTimer
+from kvcore.connector.fusion_worker import RefusingFusionWorker
+from kvcore.errors import ConfigError, TransferError, UnsupportedError
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import RowError
+from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.messages import KVCoreMetadata, StepPlan
+from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.worker import WorkerConnector
+from kvcore_vllm.worker_guard import WorkerGuard
+from support.vllm_leader import PAGES, LeaderRig
+from support.worker import UNIT_TOKENS, ScriptedWorker, load_graph
+
+
+def connector_of(rig: LeaderRig) -> KVCoreConnector:
+    made = KVCoreConnector.__new__(KVCoreConnector)
+    made._scheduler, made._worker, made._offered = rig.side, None, {}
+    made._config, made._hooked, made._metrics = rig.config, False, Metrics()
+    return made
+
+
+def boom(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("a mistake of ours")
+
+
+def plan_of(connector: KVCoreConnector) -> StepPlan:
+    metadata = connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert isinstance(metadata, KVCoreMetadata)
+    return metadata.plan()
+
+
+# -- the scheduler's half -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inside", "call", "answer"),
+    [
+        ("_hash", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
+        ("update_connector_output", lambda c, r: c.update_connector_output(KVConnectorOutput()), None),
+        ("request_finished", lambda c, r: c.request_finished(r, [1]), (False, None)),
+        ("take_events", lambda c, r: list(c.take_events()), []),
+        ("take_stats", lambda c, r: c.get_kv_connector_stats(), None),
+        ("hit_sources", lambda c, r: c.get_external_cache_hit_sources(r, 16), {}),
+        ("reset", lambda c, r: c.reset_cache(), True),
+    ],
+)  # fmt: skip
+def test_an_error_ends_kvcore_and_not_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    inside: str,
+    call: Callable[[KVCoreConnector, Any], Any],
+    answer: Any,
+) -> None:
+    rig = LeaderRig()
+    connector = connector_of(rig)
+    rig.ask("r")
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.side, inside, boom)
+        assert call(connector, rig.requests["r"]) == answer
+    assert rig.side.disabled.startswith("an error in ")
+    [line] = [line for line in caplog.records if line.levelname == "ERROR"]
+    assert "kvcore stands aside until the engine restarts" in line.getMessage()
+    assert "a mistake of ours" in caplog.text
+    assert connector.get_num_new_matched_tokens(rig.requests["r"], 0) == (0, False)
+    assert rig.side.metrics.snapshot()["kvcore_standing_aside"] == {"": {"leader": 1}}
+    assert not connector.has_pending_push_work(), "vLLM would never be idle"
+
+
+def offer(rig: LeaderRig, connector: KVCoreConnector, *, in_step: bool) -> Any:
+    """Have kvcore offer 400 tokens that are in host memory, or on disk."""
+    rig.ask("r")
+    if in_step:
+        graph = taken(rig)
+        rig.end(graph)
+        rig.side._plan.async_loads.clear()
+        rig.ask("s")
+    name = "s" if in_step else "r"
+    assert connector.get_num_new_matched_tokens(rig.requests[name], 0) == (400, not in_step)
+    return rig.requests[name]
+
+
+def taken(rig: LeaderRig) -> Any:
+    rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 400)
+    return rig.side._plan.async_loads[-1][1]
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("where", ["launch_load", "pages_of"])
+def test_a_promised_load_that_cannot_be_planned_is_told_as_failed(
+    monkeypatch: pytest.MonkeyPatch, where: str, in_step: bool
+) -> None:
+    """Also if its graph is in the plan already. No copy is left to write to the pages later."""
+    rig = LeaderRig()
+    connector = connector_of(rig)
+    request = offer(rig, connector, in_step=in_step)
+    owner: Any = rig.manager if where == "launch_load" else rig.side._paging
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, where, boom)
+        connector.update_state_after_alloc(request, PAGES, 400)
+    assert rig.side.disabled == "an error in update_state_after_alloc"
+    plan = plan_of(connector)
+    assert plan.async_loads == []
+    assert plan.failed_loads == ([] if in_step else [request.request_id])
+    assert plan.unfilled == (list(range(1, 26)) if in_step else [])
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_step_that_cannot_be_planned_fails_its_loads_and_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, in_step: bool
+) -> None:
+    rig = LeaderRig()
+    connector = connector_of(rig)
+    request = offer(rig, connector, in_step=in_step)
+    connector.update_state_after_alloc(request, PAGES, 400)
+    rig.side._users.add(load_graph(77), [3])  # a save that was sent in an earlier step
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.side, "_fences", boom)
+        plan = plan_of(connector)
+    assert plan.sync_loads == plan.async_loads == plan.early_saves == plan.late_saves == []
+    assert plan.unfilled == (list(range(1, 26)) if in_step else [])
+    assert plan.failed_loads == ([] if in_step else [request.request_id])
+    assert plan.fence == [77], "a page may be given away while it is read"
+    assert rig.manager.in_flight == 0
+
+
+# -- the start ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a folder without weight files"),
+        UnsupportedError("half an adapter"),
+        FileNotFoundError("config.json"),
+        KeyError("num_hidden_layers"),
+    ],
+)
+def test_a_model_that_cannot_be_described_runs_without_kvcore(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    connector = connector_of(LeaderRig())
+    connector._scheduler = None
+    connector._vllm_config = connector._kv_cache_config = SimpleNamespace()  # type: ignore[assignment]
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(connector, "_check_sleep", lambda: None)
+    monkeypatch.setattr(kvcore_vllm.connector, "describe", fails)
+    assert connector._describe() is None
+    assert str(error) in caplog.text
+    assert connector.reset_cache() is None
+    stats = connector.get_kv_connector_stats()
+    assert stats is not None, "it is told once"
+    assert stats.data["kvcore_standing_aside"]
+    assert connector.get_kv_connector_stats() is None
+
+
+def test_wrong_settings_still_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = connector_of(LeaderRig())
+    connector._vllm_config = SimpleNamespace()  # type: ignore[assignment]
+
+    def fails(*_: Any) -> Any:
+        raise ConfigError("disk.capacity")
+
+    monkeypatch.setattr(kvcore_vllm.connector, "build_scheduler_side", fails)
+    with pytest.raises(ConfigError, match=r"disk\.capacity"):
+        connector._build_scheduler(SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(kvcore_vllm.connector, "build_scheduler_side", boom)
+    assert connector._build_scheduler(SimpleNamespace()) is None  # type: ignore[arg-type]
+
+
+def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans() -> None:
+    """Otherwise a request would wait forever for its load."""
+    connector = connector_of(LeaderRig())
+    connector._model = None
+    spec = SimpleNamespace(block_size=UNIT_TOKENS)
+    groups = [SimpleNamespace(kv_cache_spec=spec)]
+    connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[assignment]
+    connector.register_kv_caches({})
+    connector.handle_preemptions(KVCoreMetadata.of(StepPlan(async_loads=[("r", load_graph(1))])))
+    connector.wait_for_save()
+    assert connector.get_transfer_results(set()).failed_recving == {"r"}
+
+
+# -- the worker's half --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scripted() -> ScriptedWorker:
+    return ScriptedWorker()
+
+
+@pytest.fixture
+def worker(scripted: ScriptedWorker) -> WorkerConnector:
+    return WorkerConnector(
+        scripted.parts,
+        RefusingFusionWorker(UNIT_TOKENS),
+        layer_of={"layer": 0},
+        page_tokens=(UNIT_TOKENS,),
+        clock=ForwardTimer(torch.device("cpu")),
+    )
+
+
+def step(guard: WorkerGuard, plan: StepPlan) -> tuple[set[str], set[str], set[int], Any]:
+    """Make the calls of one step of vLLM; return requests done and failed, pages and the report."""
+    guard.begin(plan)
+    guard.start((), layerwise=True)
+    guard.wait_for_layer("layer")
+    guard.stop_clock()
+    guard.end_forward()
+    finished, failed = guard.finished_loads()
+    return finished, failed, guard.take_bad_pages(), guard.take_report()
+
+
+CALLS = [
+    "begin", "_tend_tiers", "_submit", "blend", "wait_for_layer", "stop_clock", "end_forward",
+    "finished_loads", "take_bad_pages", "take_report",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", CALLS)
+def test_an_error_of_a_worker_fails_all_that_is_promised_and_nothing_twice(
+    monkeypatch: pytest.MonkeyPatch,
+    worker: WorkerConnector,
+    scripted: ScriptedWorker,
+    inside: str,
+) -> None:
+    guard = WorkerGuard(worker)
+    before = load_graph(1)
+    assert step(guard, StepPlan(async_loads=[("earlier", before)])) == (set(), set(), set(), None)
+    plan = StepPlan(
+        async_loads=[("r", load_graph(2))],
+        failed_loads=["refused"],
+        sync_loads=[load_graph(5)],
+        late_saves=[load_graph(6)],
+        unfilled=[9],
+    )
+    scripted.on_wait = lambda: scripted.end_once(plan.sync_loads[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, inside, boom)
+        finished, failed, pages, report = step(guard, plan)
+    assert guard.stopped.startswith("an error in ")
+    late = inside in ("take_bad_pages", "take_report")
+    more, *_ = step(guard, StepPlan()) if late else (set(), None)
+    assert finished | more == failed | more == {"earlier", "r", "refused"}
+    assert pages == ({9} if inside == "take_report" else {5, 9})
+    told = {op.graph_id for op in report.reports if RowError.REFUSED in op.failed.values()}
+    assert {1, 2} <= told <= {1, 2, 5, 6}, "the leader waits for nothing, and stops"
+    assert {1, 2} <= set(scripted.cancelled)
+    after = StepPlan(async_loads=[("s", load_graph(7))], sync_loads=[load_graph(8)])
+    finished, failed, pages, report = step(guard, after)
+    assert (finished, failed, pages) == ({"s"}, {"s"}, {8})
+    assert {op.graph_id for op in report.reports} == {7, 8}
+    assert step(guard, StepPlan()) == (set(), set(), set(), None)
+
+
+def test_vllm_ends_if_a_copy_may_still_write_to_its_pages(
+    monkeypatch: pytest.MonkeyPatch, worker: WorkerConnector, scripted: ScriptedWorker
+) -> None:
+    monkeypatch.setattr(kvcore_vllm.worker_guard, "LAND_S", 0.01)
+    guard = WorkerGuard(worker)
+    guard.begin(StepPlan(async_loads=[("r", load_graph(1))]))
+    scripted.count_on_device = lambda: 1
+    monkeypatch.setattr(worker, "end_forward", boom)
+    with pytest.raises(TransferError, match="did not end"):
+        guard.end_forward()
+
+
+# -- weights ------------------------------------------------------------------------------------
+
+
+def test_a_plan_from_before_a_change_of_weights_loads_and_saves_nothing(
+    worker: WorkerConnector, scripted: ScriptedWorker
+) -> None:
+    """The leader learns of the change with the step's report; its next plan is of the new ones."""
+    guard = WorkerGuard(worker)
+    guard.weights_changed()
+    plan = StepPlan(
+        async_loads=[("r", load_graph(1))], sync_loads=[load_graph(2)], late_saves=[load_graph(3)]
+    )
+    finished, failed, pages, report = step(guard, plan)
+    assert (finished, failed, pages) == ({"r"}, {"r"}, {2})
+    assert scripted.submitted == []
+    assert report.weights == 1
+    assert all(RowError.REFUSED not in op.failed.values() for op in report.reports)
+    scripted.on_wait = lambda: scripted.end_once(after.sync_loads[0])
+    after = StepPlan(sync_loads=[load_graph(4)], late_saves=[load_graph(5)], epoch=1)
+    *_, pages, _ = step(guard, after)
+    assert pages == set()
+    assert scripted.submitted == [4, 5]
+
+
+def test_the_leader_finds_nothing_from_before_a_change_of_weights() -> None:
+    rig = LeaderRig()
+    connector = connector_of(rig)
+    assert rig.ask("r")[0] == 400
+    output = KVConnectorOutput()
+    output.kv_connector_worker_meta = kvcore_vllm.connector.KVCoreWorkerMetadata(
+        [kvcore_vllm.messages.StepReport(weights=1), kvcore_vllm.messages.StepReport(weights=1)]
+    )
+    connector.update_connector_output(output)
+    assert rig.ask("r") == (0, False)
+    assert rig.ask("new") == (0, False)
+    assert plan_of(connector).epoch == 1
+    assert rig.index.num_used("disk") == 25, "it is others'"
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "kept"),
+    [
+        ({}, False, 25),
+        ({"namespace": {"weights_change": "never"}}, True, 25),
+        ({"vllm": {"keep_on_reset": False}}, False, 0),
+        ({"namespace": {"weights_change": "never"}, "vllm": {"keep_on_reset": False}}, False, 0),
+    ],
+)
+def test_a_reset_renews_the_namespace_and_leaves_tiers_alone(
+    settings: dict[str, Any], found: bool, kept: int
+) -> None:
+    rig = LeaderRig()
+    rig.side._config = load_config(None, settings)
+    assert connector_of(rig).reset_cache() is True
+    assert rig.index.num_used("disk") == kept
+    assert (rig.ask("r")[0] == 400) is found
+
+
+def test_saves_that_were_not_sent_do_not_outlive_a_reset() -> None:
+    """vLLM may take the memory of the pages away before the next step."""
+    rig = LeaderRig()
+    rig.side._plan.early_saves.append(load_graph(3))
+    rig.side.reset()
+    assert rig.side._plan.early_saves == []
+
+
+def test_weights_that_change_at_any_time_are_apart_from_the_start() -> None:
+    usual, apart, again = (side_with(when) for when in ("never", "any_time", "any_time"))
+    spaces = {side.namespaces.of("", None).digest for side in (usual, apart, again)}
+    assert len(spaces) == 3
+
+
+def side_with(when: str) -> SchedulerSide:
+    rig = LeaderRig(settings={"namespace": {"weights_change": when}})
+    return rig.side
+
+
+def test_a_request_that_reads_no_cache_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = LeaderRig()
+    rig.ask("r")
+    rig.requests["r"].skip_reading_prefix_cache = True
+    monkeypatch.setattr(rig.manager, "get_match", boom)
+    assert rig.ask("r") == (0, False)
+
+
+def test_a_refused_load_counts_its_own_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    rig = LeaderRig()
+    rig.ask("r")
+    graph = rig.load("r")
+    rig.end(graph, RowError.CORRUPT)
+    rig.side._plan.async_loads.clear()
+    rig.side.update_connector_output(KVConnectorOutput(failed_recving={"r"}))
+    tracked = rig.side._requests["r"]
+    tracked.load_tokens = 400
+    rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 0)
+    tracked.offer = kvcore_vllm.scheduler.Offer(0, 64, 64)
+    tracked.hit = rig.manager.get_match(rig.chain.keys, rig.space)
+    rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 64)
+    assert tracked.load_tokens == 64
