@@ -10,6 +10,7 @@
     Scheduler.get_internal_state                    adds kvcore's state to /server_info
     PrefillAdder.add_one_req                        lets others go first while KV is being fetched
     ModelRunner.forward                             times prefill
+    SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from that of old ones
 
 Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
 hook is not registered if its target has another signature than the one known here. kvcore's linker
@@ -37,6 +38,7 @@ _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCache
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
@@ -305,6 +307,21 @@ def prefill_parts(batch: Any) -> list[ForwardPart]:
     return [ForwardPart(int(new), int(held)) for new, held in zip(rows, before, strict=True)]
 
 
+# --- weights that change in place ----------------------------------------------------------------
+
+keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The linkers and storages of this process. Each is told after an update of the weights."""
+
+
+def around_update(original: Original, updater: Any, recv_req: Any) -> Any:
+    """Tell what keeps KV that the weights are others, even if an update has failed halfway."""
+    try:
+        return original(updater, recv_req)
+    finally:
+        for keeper in list(keepers):
+            keeper.weights_changed()
+
+
 HOOKS = (
     Hook(f"{_WRAPPER}.match", ("self", "key", "req", "result"), around_match),
     Hook(f"{_CACHE}.insert", ("self", "params"), around_insert),
@@ -351,6 +368,12 @@ TIME_HOOKS = (
 )
 """Without these hooks prefill is not timed, and the time that loads save is not counted."""
 
+WEIGHT_HOOKS = tuple(
+    Hook(f"{_UPDATER}.update_weights_from_{source}", ("self", "recv_req"), around_update)
+    for source in ("disk", "distributed", "tensor", "ipc")
+)
+"""Without these hooks KV of weights that were updated in place counts as that of the files."""
+
 PUBLISHING = ("checkpoint_kv_cache", "release_kv_cache")
 """The functions of ``sglang.srt.mem_cache.common`` that put a request's KV into the tree. They skip
 a request that has ``skip_radix_cache_insert``."""
@@ -363,7 +386,7 @@ def register_all() -> None:
     """Register every hook that fits its target. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
+    for hook in (*HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS, *WEIGHT_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)

@@ -481,6 +481,12 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     def _stop_running(self) -> None:
         """Do nothing: `forget_requests` clears the requests when the engine empties its tree."""
 
+    def weights_changed(self) -> None:
+        """Separate KV computed from now on from all earlier KV, also for requests that wait."""
+        self.namespaces.renew()
+        self._asked.clear()
+        self._staging.clear()
+
     def forget_requests(self) -> None:
         """Forget all lookups and offers, because the engine has emptied its tree."""
         self._asked.clear()

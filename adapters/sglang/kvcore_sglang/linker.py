@@ -95,6 +95,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         if self._parts is not None and hooks.fit(hooks.HOLD_HOOKS):
             own = self._config.disk.path is not None or bool(self._config.tiers)
             self._stages = own or self._config.server.address is not None
+        hooks.keepers.add(self)
         self._queued: dict[str, Order] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
@@ -451,6 +452,14 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         """The state of kvcore as plain data; None on ranks that do not lead."""
         leader = self.leader
         return None if leader is None else leader.state
+
+    def weights_changed(self) -> None:
+        """Find no KV that was kept before: the weights were updated in place.
+
+        Called between batches. The tiers keep what they have, for engines with the old weights.
+        """
+        if self.leader is not None:
+            self._guarded(None, Leader.weights_changed)
 
     def reset(self) -> None:
         """Drop every block and request: the engine's cache is flushed, perhaps for new weights.

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcore.plugins.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
-from kvcore_sglang.hooks import FUSION_HOOKS, HOLD_HOOKS, HOOKS, PUBLISHING, TIME_HOOKS, Hook
+from kvcore_sglang.hooks import (
+    FUSION_HOOKS,
+    HOLD_HOOKS,
+    HOOKS,
+    PUBLISHING,
+    TIME_HOOKS,
+    WEIGHT_HOOKS,
+    Hook,
+)
 from kvcore_sglang.plugin import LINKER_PROBE, STORAGE_PROBE
 
 _UNIFIED = "sglang.srt.mem_cache.unified_cache"
@@ -53,6 +61,7 @@ _AS_LINKER: tuple[Want, ...] = (
             "state",
             "vocabulary",
             "wants_inserts",
+            "weights_changed",
         ),
     ),
     *_hooked(HOOKS),
@@ -119,7 +128,7 @@ _AS_STORAGE: tuple[Want, ...] = (
     Overrides(
         (f"{_STORAGE}:HiCacheStorage",),
         "kvcore_sglang.storage:KVCoreStorage",
-        beside=("close", "store"),
+        beside=("close", "store", "weights_changed"),
     ),
     Fields(
         f"{_STORAGE}:HiCacheStorageConfig",
@@ -223,5 +232,11 @@ PROBES = (
         "to time prefill",
         _hooked(TIME_HOOKS),
         without="the time that loads save is not counted",
+    ),
+    Probe(
+        "updates",
+        "to notice updates of the weights in place",
+        _hooked(WEIGHT_HOOKS),
+        without="KV of weights that were updated in place counts as that of the files",
     ),
 )

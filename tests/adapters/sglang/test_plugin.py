@@ -161,6 +161,33 @@ def test_such_requests_are_not_kept_if_they_are_never_looked_up() -> None:
     assert made.skip_radix_cache_insert
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_keeps_kv_is_told_of_new_weights(fails: bool) -> None:
+    """Even of an update that has failed, perhaps halfway. What is gone is not told."""
+    told: list[str] = []
+
+    class Keeper:
+        def weights_changed(self) -> None:
+            told.append("changed")
+
+    def update(updater: Any, request: Any) -> str:
+        if fails:
+            raise RuntimeError(updater)
+        return f"{updater} {request}"
+
+    keeper, gone = Keeper(), Keeper()
+    hooks.keepers.add(keeper)
+    hooks.keepers.add(gone)
+    del gone
+    if fails:
+        with pytest.raises(RuntimeError, match="updater"):
+            hooks.around_update(update, "updater", "disk")
+    else:
+        assert hooks.around_update(update, "updater", "disk") == "updater disk"
+    assert told == ["changed"]
+    hooks.keepers.discard(keeper)
+
+
 @pytest.mark.parametrize("blended", [True, False])
 def test_a_blended_request_is_barred_from_the_tree(blended: bool) -> None:
     linker: Any = Linker()
