@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -84,15 +85,15 @@ class PageStore:
 
         A page that is held already is left as it is. A page that finds no room is not stored.
         """
-        blocks = [self._key(key) for key in keys]
         with self._lock:
             if self._closed or not self._breaker.allows():
                 return [False] * len(keys)
+            space = self._space[:KEY_BYTES]
+            blocks = [self._key(key) for key in keys]
             self._use(blocks)  # so that these pages are not evicted for the new ones
             reserved = self._reserve(blocks)
             if reserved:
                 self._breaker.started()
-        space = self._space[:KEY_BYTES]
         writes = [
             BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space, pages[i])
             for i, taken in reserved.items()
@@ -109,10 +110,10 @@ class PageStore:
 
         The buffers of the others have undefined content.
         """
-        blocks = [self._key(key) for key in keys]
         with self._lock:
             if self._closed or not self._breaker.allows():
                 return [False] * len(keys)
+            blocks = [self._key(key) for key in keys]
             pins = self._pin(blocks)
             slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
             if pins:
@@ -133,6 +134,15 @@ class PageStore:
                 self._index.unpin(pin)
             self._read += errors.count(None)
         return found
+
+    def renew(self) -> None:
+        """Find no page that is held now; its key means another page from now on.
+
+        Other stores of the medium still find it. Pages that are put from now on are found until
+        this store closes.
+        """
+        with self._lock:
+            self._space = hashlib.sha256(self._space + secrets.token_bytes(32)).digest()
 
     def clear(self) -> None:
         """Forget every page, on the medium too.

@@ -17,6 +17,7 @@ import pytest
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
 from kvcore.harness.compare import answers, assert_same_answers, small_engine
 from kvcore.harness.engine_process import EngineDied, EngineProcess
+from kvcore.harness.models import tiny_vision_model
 from kvcore.harness.prompts import windows
 from support.hicache import assert_from_storage, hicache, stored
 
@@ -96,12 +97,16 @@ def storage_config(settings: dict[str, Any], **other: Any) -> Any:
 
 @pytest.fixture
 def attach(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
-    """Makes the backend as SGLang's factory does, for a host pool."""
+    """Makes the backend as SGLang's factory does, for a host pool. No engine has loaded a model."""
+    import kvcore_sglang.storage
     import sglang.srt.runtime_context as context
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.server_args import ServerArgs
 
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    loaded = type("LlamaForCausalLM", (), {"modules": lambda self: iter(())})
+    loaded.__module__ = "sglang.srt.models.llama"
+    monkeypatch.setattr(kvcore_sglang.storage, "serving_model", loaded)
     made: list[Any] = []
 
     def attached(pool: Any, args: dict[str, Any] | None = None, **config: Any) -> Any:
@@ -210,6 +215,8 @@ def test_what_makes_other_bytes_finds_nothing(attach: Attach) -> None:
         (mha_pool("layer_first", 4), {}),
         (mha_pool("page_first", 2), {}),
         (mha_pool("page_first", 4), {"args": {"json_model_override_args": '{"rope_theta": 7}'}}),
+        (mha_pool("page_first", 4), {"args": {"load_format": "dummy"}}),
+        (mha_pool("page_first", 4), {"args": {"rl_on_policy_target": "fsdp"}}),
     ]
     for other, config in others:
         found = attach(other, **config)
@@ -217,6 +224,39 @@ def test_what_makes_other_bytes_finds_nothing(attach: Attach) -> None:
         found.close()
     again = attach(pool)
     assert again.batch_exists(keys) == 1
+
+
+def test_pages_of_weights_that_the_files_do_not_tell_are_not_found_after_a_restart(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, keys = mha_pool("page_first", 4), ["a"]
+    for _ in range(2):
+        storage = attach(pool, args={"load_format": "dummy"})
+        assert storage.batch_exists(keys) == 0
+        assert storage.batch_set_v1(keys, slots(pool, [0])) == [True]
+        assert storage.batch_exists(keys) == 1
+        storage.close()
+    assert "load_format='dummy'" in caplog.text
+
+
+def test_pages_of_weights_that_were_updated_in_place_are_this_engines(attach: Attach) -> None:
+    pool, keys = mha_pool("page_first", 4), ["a"]
+    storage = attach(pool)
+    assert storage.batch_set_v1(keys, slots(pool, [0])) == [True]
+    storage.weights_changed()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_set_v1(["a", "b"], slots(pool, [1, 2])) == [True, True]
+    storage.close()
+    again = attach(pool)
+    assert again.batch_exists(["a", "b"]) == 1, "the page of the files' weights"
+
+
+def test_models_that_take_media_are_refused(attach: Attach) -> None:
+    """The content of a medium is named by the client, in the hashes that pages are named by."""
+    args = {"model_path": str(tiny_vision_model()), "enable_multimodal": True}
+    with pytest.raises(UnsupportedError, match="takes media"):
+        attach(mha_pool("page_first", 4), args=args)
+    attach(mha_pool("page_first", 4), args={**args, "language_model_only": True})
 
 
 def test_capacity_is_held_and_old_pages_go(attach: Attach, tmp_path: Path) -> None:

@@ -8,10 +8,9 @@
     SchedulerOutputStreamer.stream_output           computes marked requests again, reports ends
     Scheduler.send_abort_output                     computes marked requests again, reports ends
     Scheduler.get_internal_state                    adds kvcore's state to /server_info
-    SchedulerWeightUpdaterManager.flush_cache_after_weight_update
-                                                    says that weights were changed in place
     PrefillAdder.add_one_req                        lets others go first while KV is being fetched
     ModelRunner.forward                             times prefill
+    SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from that of old ones
 
 Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
 hook is not registered if its target has another signature than the one known here. kvcore's linker
@@ -278,22 +277,6 @@ def around_internal_state(original: Original, scheduler: Any, recv_req: Any) -> 
     return result
 
 
-# --- weights ------------------------------------------------------------------------------------
-
-
-def around_weight_update(
-    original: Original, updater: Any, recv_req: Any, success: bool, message: str
-) -> Any:
-    """Tell the linker that weights were changed, whether SGLang then flushes its cache or not.
-
-    Without this a flush for new weights cannot be told from one that a client asked for.
-    """
-    linker = kvcore_linker(getattr(updater.scheduler, "tree_cache", None))
-    if linker is not None:
-        linker.weights_changed()
-    return original(updater, recv_req, success, message)
-
-
 # --- how long prefill takes ----------------------------------------------------------------------
 
 
@@ -324,6 +307,29 @@ def prefill_parts(batch: Any) -> list[ForwardPart]:
     return [ForwardPart(int(new), int(held)) for new, held in zip(rows, before, strict=True)]
 
 
+# --- weights that change in place ----------------------------------------------------------------
+
+storages: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The storages of this process. HiCache's threads use them while weights are updated."""
+
+
+def around_update(original: Original, updater: Any, recv_req: Any) -> Any:
+    """Tell what keeps KV that the weights are others, even if an update fails halfway.
+
+    The linker hears of it first, because it could not tell a flush in the update from one that a
+    client asked for. The storages hear of it last: HiCache writes until then what the old weights
+    have computed.
+    """
+    linker = kvcore_linker(getattr(updater.scheduler, "tree_cache", None))
+    if linker is not None:
+        linker.weights_changed()
+    try:
+        return original(updater, recv_req)
+    finally:
+        for storage in list(storages):
+            storage.weights_changed()
+
+
 HOOKS = (
     Hook(f"{_WRAPPER}.match", ("self", "key", "req", "result"), around_match),
     Hook(f"{_CACHE}.insert", ("self", "params"), around_insert),
@@ -341,15 +347,6 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.send_abort_output", ("self", "abort_req", "req"), around_send_abort_output),
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), around_internal_state),
 )
-
-WEIGHT_HOOKS = (
-    Hook(
-        f"{_UPDATER}.flush_cache_after_weight_update",
-        ("self", "recv_req", "success", "message"),
-        around_weight_update,
-    ),
-)
-"""Without these hooks every flush counts as one for new weights: what was kept is not found."""
 
 FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
 """Without these hooks there is no fusion. Everything else works."""
@@ -378,6 +375,12 @@ TIME_HOOKS = (
     ),
 )
 """Without these hooks prefill is not timed, and the time that loads save is not counted."""
+
+WEIGHT_HOOKS = tuple(
+    Hook(f"{_UPDATER}.update_weights_from_{source}", ("self", "recv_req"), around_update)
+    for source in ("disk", "distributed", "tensor", "ipc")
+)
+"""Without these hooks every flush counts as one for new weights: what was kept is not found."""
 
 PUBLISHING = ("checkpoint_kv_cache", "release_kv_cache")
 """The functions of ``sglang.srt.mem_cache.common`` that put a request's KV into the tree. They skip

@@ -479,7 +479,9 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self._send()
 
     def _stop_running(self) -> None:
-        """Do nothing: `forget_requests` clears the requests when the engine empties its tree."""
+        """Look requests up again. Their pages are the engine's, which keeps or empties its tree."""
+        self._asked.clear()
+        self._staging.clear()
 
     def forget_requests(self) -> None:
         """Forget all lookups and offers, because the engine has emptied its tree."""

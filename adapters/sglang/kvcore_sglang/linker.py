@@ -456,7 +456,10 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         return None if leader is None else leader.state
 
     def weights_changed(self) -> None:
-        """Take note that weights were changed in place. A flush may follow, at once or later."""
+        """Take note that weights are about to change in place: what was kept is not found any more.
+
+        Called between batches. A flush may follow, at once or later.
+        """
         self._changed = True
         if self.leader is not None:
             self._guarded(None, lambda leader: leader.renew())

@@ -128,7 +128,7 @@ _AS_STORAGE: tuple[Want, ...] = (
     Overrides(
         (f"{_STORAGE}:HiCacheStorage",),
         "kvcore_sglang.storage:KVCoreStorage",
-        beside=("close", "store"),
+        beside=("close", "store", "weights_changed"),
     ),
     Fields(
         f"{_STORAGE}:HiCacheStorageConfig",

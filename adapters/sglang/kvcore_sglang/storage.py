@@ -34,6 +34,7 @@ from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
 from kvcore.tiers.geometry import Geometry
+from kvcore_sglang import hooks
 from kvcore_sglang.identity import model_identity, serving_model
 from kvcore_sglang.plugin import storage_base
 
@@ -162,6 +163,12 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         geometry = Geometry(pages.shape, identity[:16], ((0, pages.shape.kv_heads),))
         share = _ranks(self._storage, server_args)
         self._store, self._pages = open_pages(self._config, geometry, identity, share), pages
+        hooks.storages.add(self)
+        if not hooks.fit(hooks.WEIGHT_HOOKS):
+            _log.warning(
+                "updates of the weights in place are not noticed by this SGLang: clear the storage "
+                "after one"
+            )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Raise UnsupportedError for a pool besides KV: kvcore would store only a part."""
@@ -172,6 +179,14 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
                 "serves full and multi-head latent attention"
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def weights_changed(self) -> None:
+        """Find no page that was stored before: the weights were updated in place.
+
+        Pages that are stored from now on are found until the engine ends.
+        """
+        if self._store is not None:
+            self._store.renew()
 
     def clear(self) -> None:
         """Forget every page of this rank, on the medium too.

@@ -201,6 +201,24 @@ def test_everything_is_forgotten_for_good(rigs: list[SGLangRig], tmp_path: Path)
     assert rig.lookup("new", tokens) == 400
 
 
+def test_new_weights_find_nothing_of_old_ones(rigs: list[SGLangRig], tmp_path: Path) -> None:
+    """Nor does a request that was looked up before. The tiers keep what they have."""
+    disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "disk": disk})
+    rigs.append(rig)
+    tokens = text(400, 9)
+    rig.keep(tokens)
+    held = rig.leader.manager.index.num_used("host")
+    gain = rig.lookup("waits", tokens)
+    rig.leader.renew()
+    assert not rig.load("waits", tokens, 0, gain)
+    rig.namespace = rig.leader.namespaces.of("", None)
+    assert rig.lookup("waits", tokens) == 0
+    assert rig.leader.manager.index.num_used("host") == held > 0
+    rig.keep(tokens)
+    assert rig.lookup("new", tokens) == 400
+
+
 def test_offers_end_in_order_and_only_with_their_copies(rigs: list[SGLangRig]) -> None:
     rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
     rigs.append(rig)

@@ -160,6 +160,35 @@ def test_such_requests_are_not_kept_if_they_are_never_looked_up() -> None:
     assert made.skip_radix_cache_insert
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_storages_are_told_of_new_weights(fails: bool) -> None:
+    """Even of an update that has failed, perhaps halfway. What is gone is not told."""
+    told: list[str] = []
+
+    class Storage:
+        def weights_changed(self) -> None:
+            told.append("changed")
+
+    def update(updater: Any, request: str) -> str:
+        assert not told  # HiCache still writes what the old weights have computed
+        if fails:
+            raise RuntimeError(request)
+        return request
+
+    storage, gone = Storage(), Storage()
+    hooks.storages.add(storage)
+    hooks.storages.add(gone)
+    del gone
+    updater = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=None))
+    if fails:
+        with pytest.raises(RuntimeError, match="disk"):
+            hooks.around_update(update, updater, "disk")
+    else:
+        assert hooks.around_update(update, updater, "disk") == "disk"
+    assert told == ["changed"]
+    hooks.storages.discard(storage)
+
+
 @pytest.mark.parametrize("blended", [True, False])
 def test_a_blended_request_is_barred_from_the_tree(blended: bool) -> None:
     linker: Any = Linker()

@@ -65,6 +65,21 @@ def got(store: PageStore, keys: Sequence[str]) -> list[str]:
     return [key for key, there in zip(keys, found, strict=True) if there]
 
 
+def test_after_a_renewal_keys_mean_other_pages(store: PageStore) -> None:
+    other = [page("other")]
+    assert put(store, ["a", "b"]) == [True, True]
+    store.renew()
+    assert store.leading(["a"]) == 0
+    assert store.get(["a"], [blank()]) == [False]
+    assert store.put(["a"], other) == [True]
+    back = blank()
+    assert store.get(["a"], [back]) == [True]
+    assert text(back) == text(other[0])
+    store.renew()
+    assert store.leading(["a"]) == 0
+    store.check_integrity()
+
+
 class NaiveStore:
     """The reference: a dictionary that evicts its least recently used page."""
 
