@@ -26,11 +26,10 @@ NO_HASHES = {
 """vLLM then hashes no picture: its identifier is the client's uuid, or a counter."""
 
 
-@pytest.mark.parametrize("uuid", ["somebody-elses", None], ids=["uuid", "counter"])
-def test_a_picture_never_gets_the_kv_of_another_one(tmp_path: Path, uuid: str | None) -> None:
+def test_a_picture_never_gets_the_kv_of_another_one(tmp_path: Path) -> None:
     eyes = tiny_vision_model()
     pictures = []
-    for seed in range(2):
+    for seed in range(3):
         pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
         pictures.append(tmp_path / f"{seed}.png")
         Image.fromarray(pixels).save(pictures[-1])
@@ -40,17 +39,21 @@ def test_a_picture_never_gets_the_kv_of_another_one(tmp_path: Path, uuid: str | 
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"},
     }
+    names = [None, "somebody-elses"]
     with engine(eyes, kvcore, **NO_HASHES) as process:
-        attack = answers(process, [prompt], image=pictures[0], image_uuid=uuid)
+        for uuid in names:
+            attack = answers(process, [prompt], image=pictures[0], image_uuid=uuid)
         settle_and_empty(process)
+    kinds = {str(attack[0].token_ids)}
     with engine(eyes, kvcore, **NO_HASHES) as process:
-        got = answers(process, [prompt], image=pictures[1], image_uuid=uuid)
-        right = answers(process, [prompt], image=pictures[1], image_uuid=uuid, cache_salt="none")
-        assert_same_answers(got, right)
-        assert got[0].reused_tokens <= 500, "the KV of another picture"
-        assert got[0].reused_tokens > 450, "the text before it is shared"
-        settle_and_empty(process)
+        for uuid, image in zip(names, pictures[1:], strict=True):
+            got = answers(process, [prompt], image=image, image_uuid=uuid)
+            right = answers(process, [prompt], image=image, image_uuid=uuid, cache_salt="none")
+            assert_same_answers(got, right)
+            assert got[0].reused_tokens <= 500, "the KV of another picture"
+            assert got[0].reused_tokens > 450, "the text before it is shared"
+            kinds.add(str(right[0].token_ids))
         again = answers(process, [prompt], image=pictures[0])
         assert_same_answers(again, attack)
         assert again[0].reused_tokens > 600, "the same picture, whatever its name"
-    assert attack[0].token_ids != right[0].token_ids, "the pictures change nothing"
+    assert len(kinds) == 3, "a picture changes nothing"

@@ -227,6 +227,15 @@ def test_settings_without_effect_on_kv_share() -> None:
     assert all(identity(other) == plain for other in others)
 
 
+def test_a_folder_with_weights_in_two_formats_says_which_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "twice"
+    shutil.copytree(folder(), path)
+    [file] = path.glob("*.safetensors")
+    shutil.copy(file, path / "consolidated.safetensors")
+    ways = {way: identity(config(path, load_format=way)).load for way in ("auto", "safetensors")}
+    assert ways == {"auto": "mistral", "safetensors": None}
+
+
 def test_what_workers_write_into_the_config_does_not_part_them_from_the_leader() -> None:
     told = {"quant_method": "compressed-tensors", "config_groups": {}}
     leader = having(_set("model_config.hf_config.quantization_config", dict(told)))
@@ -266,6 +275,8 @@ def test_a_hubs_commit_pins_the_weights() -> None:
         made = having(_set("model_config.hf_config._commit_hash", commit))
         made = having(_set("model_config.model", "org/model"), made)
         found.append(identity(made))
+    elsewhere = having(_set("model_config.hf_config_path", "org/other"), copy.deepcopy(made))
+    assert identity(elsewhere).alone
     assert found[0].weights != found[1].weights
     assert found[0].alone == found[1].alone == ()
 
@@ -322,13 +333,9 @@ def test_scales_of_the_encoder_are_content(tmp_path: Path) -> None:
     assert len(set(found)) == 2
 
 
-def test_media_of_other_engines_are_left_alone() -> None:
+def test_embeddings_of_other_engines_are_left_alone() -> None:
     made = copy.deepcopy(pictures())
     assert isinstance(_media(made), MediaIdentity)
-    made.model_config.multimodal_config.allow_missing_mm_embeddings = True
-    assert isinstance(_media(made), MediaIdentity)
-    made.model_config.multimodal_config.enable_mm_embeds = True
-    assert "without their content" in str(_media(made))
     made.ec_transfer_config = object()
     assert "embeddings" in str(_media(made))
     assert isinstance(_media(config()), MediaIdentity)
