@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from kvcore._util.addresses import check_open, is_bound
 from kvcore.config.fields import FolderPath, Name, SchemaModel, Seconds, Size, parse_size
-from kvcore.config.network import check_open
 
-__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig", "is_bound"]
+__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig"]
 
 
 class EventsConfig(SchemaModel):
@@ -91,11 +91,6 @@ class EventsConfig(SchemaModel):
             if endpoint is not None and (is_bound(endpoint) or name != "endpoint"):
                 check_open(name, endpoint.removeprefix("@"), self.keys, self.trusted_network)
         return self
-
-
-def is_bound(endpoint: str) -> bool:
-    """Return True if `events.endpoint` is bound; other addresses are connected to, as by vLLM."""
-    return "*" in endpoint or endpoint.startswith(("@", "ipc://", "inproc://"))
 
 
 class MemberConfig(SchemaModel):
