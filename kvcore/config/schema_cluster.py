@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from kvcore._util.addresses import check_open, is_bound
 from kvcore.config.fields import (
     FolderPath,
     Name,
@@ -15,10 +16,9 @@ from kvcore.config.fields import (
     is_socket,
     parse_size,
 )
-from kvcore.config.network import check_open
 from kvcore.errors import ConfigError
 
-__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig", "is_bound"]
+__all__ = ["ClusterConfig", "EventsConfig", "MemberConfig"]
 
 
 def _endpoint(value: str) -> str:
@@ -109,11 +109,6 @@ class EventsConfig(SchemaModel):
             if endpoint is not None and (is_bound(endpoint) or name != "endpoint"):
                 check_open(name, endpoint.removeprefix("@"), self.keys, self.trusted_network)
         return self
-
-
-def is_bound(endpoint: str) -> bool:
-    """Return True if `events.endpoint` is bound; other addresses are connected to, as by vLLM."""
-    return "*" in endpoint or endpoint.startswith(("@", "ipc://", "inproc://"))
 
 
 class MemberConfig(SchemaModel):

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.errors import FormatError
 from kvcore.events.feed import BlockTokens, Content, CountBlocks, Item, Lost, count_nothing
 from kvcore.events.token_cache import TokenCache
@@ -147,6 +148,7 @@ class Publisher:
         self._snapshot: _Snapshot | None = None  # for SNAPSHOT_S
         self._in_use: Callable[[], _Snapshot | None] = lambda: None  # while it is read
         self._sent_at = clock()
+        self._logged = LogLimit()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -280,7 +282,8 @@ class Publisher:
         try:
             first = number(request.body)
         except FormatError as error:
-            _log.warning("a request for events is left alone: %s", error)
+            if self._logged.admit("request") is not None:
+                _log.warning("a request for events is left alone: %s", error)
             return
         oldest = next(iter(self._history), self._number + 1)
         request.answer(self._replay(range(max(first, oldest), self._number + 1)))

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvcore._util.addresses import is_bound
 from kvcore._util.curve import ClientKeys
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
-from kvcore.config.schema_cluster import is_bound
 from kvcore.errors import ConfigError, FormatError
 from kvcore.events.publisher import LostHistory
 from kvcore.events.wire import END, Message, number, number_bytes
@@ -214,7 +214,7 @@ class ZmqSource:
     ) -> None:
         """Connect without waiting for the publisher. Raises ConfigError if a key is missing."""
         self._context = Context()
-        self._keys = None if keys is None else ClientKeys.read(keys)
+        self._curve = None if keys is None else ClientKeys.read(keys)
         self._sub = self._socket(zmq.SUB)
         self._sub.rcvhwm = 100_000  # batches
         self._sub.subscribe(topic.encode())
@@ -244,8 +244,8 @@ class ZmqSource:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        if self._keys is not None:
-            self._keys.lock(socket)
+        if self._curve is not None:
+            self._curve.lock(socket)
         return socket
 
 

@@ -98,10 +98,11 @@ def storage_config(settings: dict[str, Any], **other: Any) -> Any:
 @pytest.fixture
 def attach(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     """Makes the backend as SGLang's factory does, for a host pool. No engine has loaded a model."""
-    import kvcore_sglang.storage
     import sglang.srt.runtime_context as context
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.server_args import ServerArgs
+
+    import kvcore_sglang.storage
 
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     loaded = type("LlamaForCausalLM", (), {"modules": lambda self: iter(())})

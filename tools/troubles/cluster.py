@@ -70,9 +70,16 @@ EVENTS_AND_CLUSTER = [
         "Find out who connects there.",
     ),
     Trouble(
-        "a request of %d frames is left alone",
-        "The replay socket received something that is not a consumer's request.",
-        "Find out who connects there.",
+        "a connection of %s to %s is closed: %s",
+        "A client sent a longer message than any that kvcore expects there, something that is not "
+        "ZeroMQ, or too many are connected. The other clients are served. Logged once a minute.",
+        "Find out who connects there, and keep it out by the network or by `keys`.",
+    ),
+    Trouble(
+        "CURVE keys cannot be read, those known stay: %s",
+        "A file in the folder of keys is not a key, or cannot be read. Clients whose keys were "
+        "added since are refused. Logged once a minute.",
+        "Remove or replace the file that the line names.",
     ),
     Trouble(
         "a publisher of block events does not answer; what is known may be old",

@@ -10,7 +10,7 @@
     Scheduler.get_internal_state                    adds kvcore's state to /server_info
     PrefillAdder.add_one_req                        lets others go first while KV is being fetched
     ModelRunner.forward                             times prefill
-    SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from that of old ones
+    SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from that of old
 
 Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
 hook is not registered if its target has another signature than the one known here. kvcore's linker

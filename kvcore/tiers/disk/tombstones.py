@@ -87,7 +87,7 @@ def _boot() -> str:
 class Tombstones:
     """The clears of the stores in ``folders``, whose records have stamps up to ``newest``.
 
-    The leader keeps them. A thread writes them, because a disk may hang: no method but `close` waits.
+    The leader keeps them. A thread writes them, because a disk may hang: only `close` waits.
     """
 
     def __init__(self, folders: Iterable[Path], newest: int) -> None:

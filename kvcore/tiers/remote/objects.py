@@ -16,6 +16,7 @@ from pydantic import Field
 
 from kvcore._util.optional import client_module
 from kvcore.errors import BlockMissing, ConfigError, TierError, TierUnavailable
+from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
@@ -109,7 +110,7 @@ class ObjectStore(BlockStore):
             found = await self._obstore.get_async(self._store, item.name)
             size = found.meta["size"]
             if size != wanted:
-                return CorruptBlock(f"object {item.name} has {size} bytes, not {wanted}")
+                return wrong_size(item, size)
             return memoryview(await found.bytes_async())
 
         return await self._try(item.name, fetch, lambda value: value)

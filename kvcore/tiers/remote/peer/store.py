@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
+from kvcore._util.addresses import check_open
 from kvcore.config.fields import FolderPath, Seconds, Size, parse_size
-from kvcore.config.network import check_open
 from kvcore.errors import (
     BlockMissing,
     CapacityError,

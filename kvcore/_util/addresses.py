@@ -1,4 +1,4 @@
-"""Which addresses may be listened at without keys."""
+"""Addresses to listen at: who can reach them, and which need keys."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 
 from kvcore.errors import ConfigError
 
-__all__ = ["check_open", "is_local"]
+__all__ = ["check_open", "is_bound", "is_local"]
 
 _TCP = re.compile(r"(?:tcp://)?(?P<host>\[[^\]]*\]|[^:]*)(?::[^:]*)?")
+
+
+def is_bound(endpoint: str) -> bool:
+    """Return True if `events.endpoint` is bound; other addresses are connected to, as by vLLM."""
+    return "*" in endpoint or endpoint.startswith(("@", "ipc://", "inproc://"))
 
 
 def is_local(address: str) -> bool:
