@@ -33,7 +33,10 @@ def test_sizes_are_told_in_each_engines_words() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_settings_that_survive_a_flush_are_settings(engine: str) -> None:
-    given: dict[str, Any] = {"sglang": {"prefetch": "wait"}, "host": {"capacity": "1GiB"}}
+    given: dict[str, Any] = {
+        "sglang": {"prefetch": "wait", "keep_on_flush": False},
+        "host": {"capacity": "1GiB"},
+    }
     config = load_config(overrides=keep_on_reset(engine, given), env={})
     assert config.sglang.keep_on_flush == (engine == "sglang")
     assert config.sglang.prefetch == "wait"
