@@ -72,8 +72,8 @@ class ModelIdentity:
         metadata=_told(
             "the checkpoint's configuration with its overrides, less the parts that only media use",
             vllm="as vLLM applies it, after `--hf-overrides`",
-            sglang="as the checkpoint has it, with `--json-model-override-args`",
-            trtllm="as the checkpoint has it",
+            sglang="as the checkpoint has it, and `--json-model-override-args`",
+            trtllm="as the checkpoint has it, and `model_kwargs`",
         )
     )
     weights: bytes = field(
@@ -81,7 +81,7 @@ class ModelIdentity:
             "the model's weights",
             vllm="samples of every tensor of a folder or file; name and commit on a hub, alone "
             "without a commit",
-            sglang="as vLLM",
+            sglang="as vLLM; an adapter that is merged at the start is added",
             trtllm="as vLLM",
         )
     )
@@ -90,8 +90,11 @@ class ModelIdentity:
             "the way weights are loaded, unless it reads the files as they are",
             vllm="`--load-format`; alone if the weights are not those of the files: `dummy`, "
             "object stores, `tensorizer`, `ipc_cache`, loaders of plugins",
-            sglang="not in yet",
-            trtllm="not in yet",
+            sglang="`--load-format`; alone if the weights are not those of the files: `dummy`, "
+            "`presharded`, `remote`, `remote_instance`, `flash_rl`, loaders of plugins, a weight "
+            "cache, a checkpoint engine, ModelOpt's calibration at the start",
+            trtllm="`load_format` and `checkpoint_format`; alone if the weights are not those of "
+            "the files: `dummy`, `gms`, `MX`, a `checkpoint_loader`",
         )
     )
     code: object | None = field(
@@ -99,8 +102,11 @@ class ModelIdentity:
             "model code that is not the engine's own for this architecture",
             vllm="`--model-impl`, model class overrides, and with `--trust-remote-code` the "
             "checkpoint's Python files",
-            sglang="not in yet",
-            trtllm="not in yet",
+            sglang="the class of the loaded model, unless it was compared with vLLM's (Llama, "
+            "Mistral, Phi-3, Qwen2, Qwen3); the checkpoint's Python files where Transformers' "
+            "code runs; alone for classes and `--forward-hooks` from outside SGLang",
+            trtllm="the architecture, unless it was compared with vLLM's (Llama, Mistral, Qwen2, "
+            "Qwen3); with `trust_remote_code` the checkpoint's Python files",
         )
     )
     compute_dtype: str = field(
@@ -112,15 +118,16 @@ class ModelIdentity:
         metadata=_told(
             "quantisation of the weights that the configuration does not say",
             vllm="the method, `--quantization-config`, and the options of its loader",
-            sglang="the method",
-            trtllm="the method",
+            sglang="the engine and the method",
+            trtllm="the engine, its version, the GPU's generation and all of `quant_config`, "
+            "because the GPU decides types of activations",
         )
     )
     kv_dtype: str = field(
         metadata=_told(
             "the numbers in which KV is stored, with the variant of 8-bit formats",
             vllm="yes; formats with scales beside the values run untouched",
-            sglang="yes",
+            sglang="yes; 8-bit KV runs untouched",
             trtllm="yes",
         )
     )
@@ -129,8 +136,9 @@ class ModelIdentity:
             "the scales of quantised KV",
             vllm="those of the checkpoint are among its weights; the layers that keep plain KV and "
             "the attention backend are named; alone with `--calculate-kv-scales`",
-            sglang="not in yet",
-            trtllm="whether the checkpoint's are loaded",
+            sglang="8-bit KV runs untouched",
+            trtllm="whether the checkpoint's are loaded (`TRTLLM_LOAD_KV_SCALES`, or the "
+            "version's default); never shared with other engines",
         )
     )
     rope: object | None = field(
@@ -138,40 +146,46 @@ class ModelIdentity:
             "rope whose frequencies depend on the served length or on the engine (`longrope`, "
             "`dynamic`), for any type of layer",
             vllm="the engine and `--max-model-len`",
-            sglang="the served length",
-            trtllm="the served length",
+            sglang="the engine and the served length; a `longrope` that serves more than its "
+            "original length runs untouched, because the other requests of a batch decide its "
+            "factors",
+            trtllm="the engine and `max_seq_len`",
         )
     )
     windows: object | None = field(
         metadata=_told(
             "windows of attention as the engine applies them; none is the default",
             vllm="those of its cache, so that an engine that ignores them does not share",
-            sglang="none: models with a pool of windows run untouched",
-            trtllm="none: models with windows run untouched",
+            sglang="those of the loaded layers: SGLang's Llama, Mistral and Phi-3 have none, "
+            "whatever the configuration says; models with a pool of windows run untouched",
+            trtllm="models with windows run untouched",
         )
     )
     attention: object | None = field(
         metadata=_told(
             "other settings of attention that change what it computes",
             vllm="non-causal attention, sparse indexers and their types",
-            sglang="not in yet",
-            trtllm="sparse attention runs untouched",
+            sglang="none: pools that hold anything but K and V run untouched",
+            trtllm="the engine, for latent attention; sparse attention and "
+            "`kv_cache_compression_config` run untouched",
         )
     )
     lora: object | None = field(
         metadata=_told(
             "settings of the engine that change what a LoRA adapter does",
             vllm="target modules, type, and the layout of experts",
-            sglang="not in yet",
-            trtllm="not in yet",
+            sglang="none: KV of an adapter is this engine's alone",
+            trtllm="none: they choose memory and kernels",
         )
     )
     own: object | None = field(
         metadata=_told(
             "settings that only this engine has",
             vllm="`--additional-config`, language model without its media",
-            sglang="none",
-            trtllm="none",
+            sglang="every argument that is not known to be neutral and not at its default, "
+            "environment variables that choose numbers, and `params.json`, `hf_quant_config.json` "
+            "and the like",
+            trtllm="as SGLang, with `env_overrides`",
         )
     )
     alone: tuple[str, ...]
@@ -194,16 +208,16 @@ class MediaIdentity:
             "the parts of the checkpoint's configuration that only media use, such as "
             "`vision_config`",
             vllm="as vLLM applies it",
-            sglang="not in yet",
-            trtllm="not in yet",
+            sglang="left alone",
+            trtllm="left alone",
         )
     )
     encoder: object | None = field(
         metadata=_told(
             "settings of the encoder: types, scales, pruning",
             vllm="type and scales of its attention, video pruning, normalising on the device",
-            sglang="not in yet",
-            trtllm="not in yet",
+            sglang="left alone",
+            trtllm="left alone",
         )
     )
 
@@ -219,16 +233,17 @@ OTHER = (
         "a picture, a sound or a video, as the model's encoder gets it",
         "key: a digest of the processed tensors, so that arguments and versions of the processor "
         "count. Never an identifier from a client. Left alone if the tensors are not at hand",
-        "key",
-        "key",
+        "left alone; text before the medium is kept. HiCache's storage refuses such models",
+        "left alone: versions tell a connector no digest, or one without shapes and arguments",
     ),
     Ingredient(
         "LoRA adapter",
         "weights and `adapter_config.json` of the adapter",
         "namespace: name and digest of its files. Left alone if they are not local, cannot be "
         "read, or changed without a reload",
-        "namespace",
-        "namespace; alone if the folder is not known",
+        "alone: SGLang names adapters by numbers of its own. HiCache's storage refuses them",
+        "namespace: name and digest; alone if the folder is not known or not local; left alone if "
+        "it changed, or if its number was another adapter's",
     ),
     Ingredient(
         "tenant", "`cache_salt`, and `namespace.salt`", "namespace", "namespace", "namespace"
@@ -244,8 +259,8 @@ OTHER = (
         "weights in place",
         "weights that changed after the engine had started",
         "alone after a reset of the external cache",
-        "alone after a flush",
-        "not noticed",
+        "alone after a flush or an update of the weights, in HiCache's storage too",
+        "alone with `ray_worker_extension_cls`, through which they change",
     ),
     Ingredient(
         "prompt embeddings",

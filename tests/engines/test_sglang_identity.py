@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 engine = partial(small_engine, engine="sglang")
 BLOCK = 16
+SESSION = Path(__file__).with_name("sglang_updates.py")
 
 
 def edited(model: Path, folder: Path) -> Path:
@@ -78,6 +81,34 @@ def test_engines_that_differ_in_one_thing_find_nothing(model: Path, tmp_path: Pa
         got = answers(process, prompts)
         assert_same_answers(got, first)
         assert_all_from("disk", got, [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts])
+
+
+def test_weights_that_are_updated_in_place_find_nothing_of_before(
+    model: Path, tmp_path: Path
+) -> None:
+    """With `keep_on_flush` the update's own flush does not clear kvcore's tiers. What is stored
+    under the new weights is found again, but not by an engine that has the files' weights."""
+    other, kvcore = edited(model, tmp_path), sglang_tiers(tmp_path)
+    prompts = windows(model, 3, 200, 500, seed=22)
+    with engine(other, None, disable_radix_cache=True) as process:
+        expected = [answer.token_ids for answer in answers(process, prompts)]
+    arguments = [str(model), str(other), json.dumps(kvcore), json.dumps(prompts)]
+    done = subprocess.run(
+        [sys.executable, SESSION, *arguments], capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
+    before, cold, warm = json.loads(line)["answers"]
+    assert [answer["token_ids"] for answer in before] != expected
+    assert [answer["token_ids"] for answer in cold] == expected
+    assert not any(answer["kvcore"]["reused_tokens"] for answer in cold)
+    assert [answer["token_ids"] for answer in warm] == expected
+    assert all(answer["kvcore"]["reused_tokens"] for answer in warm)
+    with engine(model, kvcore) as process:
+        again = answers(process, prompts)
+        assert [a.token_ids for a in again] == [answer["token_ids"] for answer in before]
+        assert all(answer.tiers.get("disk") for answer in again)
 
 
 COUNTED = """

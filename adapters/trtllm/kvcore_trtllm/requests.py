@@ -189,7 +189,7 @@ class RequestNamespaces:
         self._namespaces = namespaces
         self._epoch = secrets.token_hex(16)
         self._adapters: dict[int | str, _Adapter] = {}
-        self._limit = LogLimit()
+        self._limit = LogLimit(600)
 
     def of(self, request: Any, wish: Wish | None = None) -> Namespace | None:
         """Return the namespace of a request, or None if its adapter cannot be told from others."""
@@ -207,11 +207,11 @@ class RequestNamespaces:
         if first == now:
             return first.name
         if self._limit.admit(path) is not None:
-            _log.warning(
-                "requests with LoRA adapter %s run without kvcore: its files have changed, or its "
-                "number was another adapter's; load a changed adapter under a new number",
-                path,
+            why = (
+                f"the files of LoRA adapter {path} have changed, or its number was another "
+                "adapter's; load a changed adapter under a new number"
             )
+            _log.warning("requests are answered without kvcore: %s", why)
         return None
 
     def _adapter(self, number: int | None, path: str) -> _Adapter:

@@ -274,5 +274,5 @@ def test_an_adapter_that_is_not_what_its_number_was_is_left_alone(
         adapter(**({"alpha": 9} if change == "alpha" else {"content": b"changed"}))
     assert given.of(after) is None
     assert given.of(after) is None
-    assert caplog.text.count("run without kvcore") == 1
+    assert caplog.text.count("answered without kvcore") == 1
     assert given.of(request(lora_task_id=2, py_lora_path=adapter("new"))) is not None
