@@ -33,7 +33,8 @@ _PAUSE_S = 0.001
 _SUBSCRIPTIONS_BYTES = 4096
 """What a subscriber may send. libzmq keeps 50 bytes and more for each byte of a subscription."""
 _REPLAYS = Limits(connections=128, message=REQUEST_BYTES)
-_SUBSCRIBERS = Limits(128, REQUEST_BYTES, _SUBSCRIPTIONS_BYTES)
+_KNOWN = Limits(128, REQUEST_BYTES, _SUBSCRIPTIONS_BYTES)
+_UNKNOWN = _KNOWN._replace(connections=32)  # ``queue_batches`` wait for each that does not read
 
 
 class ZmqOutlet:
@@ -92,7 +93,8 @@ class ZmqOutlet:
 
     def _open(self, endpoint: str, keys: Path | None) -> str:
         if is_bound(endpoint):
-            return self._entrance.listen(self._pub, endpoint.removeprefix("@"), _SUBSCRIBERS)
+            limits = _UNKNOWN if keys is None else _KNOWN
+            return self._entrance.listen(self._pub, endpoint.removeprefix("@"), limits)
         if keys is not None:
             ClientKeys.read(keys).lock(self._pub)
         self._pub.connect(endpoint)

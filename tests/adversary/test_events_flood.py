@@ -66,6 +66,7 @@ def held(consumer: Subscriber, count: int) -> Callable[[], bool]:
     return true
 
 
+@pytest.mark.slow
 def test_snapshots_that_nobody_reads_cost_one_and_a_little_for_each() -> None:
     with rig() as made:
         strangers = [Stranger(made.ask_at).ready() for _ in range(100)]
@@ -160,6 +161,7 @@ class _Outlet:
 # -- keys -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_events_with_keys_are_for_those_with_keys(tmp_path: Path) -> None:
     mine, others = tmp_path / "mine", tmp_path / "others"
     make_keys(mine, "router-1")

@@ -145,6 +145,7 @@ def test_events_are_not_told_to_every_address_by_mistake(events: dict[str, Any])
     load(keys="/etc/kvcore/keys")
 
 
+@pytest.mark.slow
 def test_nodes_with_keys_read_each_other_and_nobody_else_does(keys: Path, tmp_path: Path) -> None:
     need_client("nixl_cu13")
     from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
