@@ -8,7 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvcore.errors import TransferError
 from kvcore.fusion.options import FusionOptions
 from kvcore.transfer.graph import SKIP, TransferGraph
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest
