@@ -265,10 +265,7 @@ class SchedulerCore(ABC, Generic[F]):
         if not self.disabled:
             self.disabled = why
             self.metrics.aside()
-            level = logging.WARNING if error is None else logging.ERROR
-            _log.log(
-                level, "%s: kvcore stands aside until the engine restarts", why, exc_info=error
-            )
+            _log.error("%s: kvcore stands aside until the engine restarts", why, exc_info=error)
 
     def clear(self) -> None:
         """Forget every block of every tier, for all engines that share it, and `renew`."""

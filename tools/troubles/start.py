@@ -152,21 +152,28 @@ TURNS_OFF = [
     ),
     Trouble(
         "%s: kvcore stands aside until the engine restarts",
-        "A worker cannot move KV (`a worker refused its work`), or something unexpected "
-        "happened, which the line names. kvcore reports no more hits to the engine.",
+        "A worker cannot move KV (`a worker refused its work`), or kvcore failed in a call by the "
+        "engine (`an error in ...`, with its trace). kvcore reports no more hits to the engine; "
+        "`kvcore_standing_aside` is 1.",
         "Look for the worker's own line before it, and restart the engine. Report an error.",
     ),
+    Trouble("%s: kvcore stands aside on this rank", OWN_ERROR, RESTART_AND_REPORT),
     Trouble(
-        "kvcore failed",
-        "An internal error of kvcore in SGLang's scheduler. kvcore turns itself off.",
+        "unforeseen at the start: %s",
+        "An internal error of kvcore while it looked at SGLang's model. The next line says that "
+        "kvcore stands aside.",
         RESTART_AND_REPORT,
     ),
     Trouble(
-        "%s failed",
-        "An internal error of kvcore in a call by TensorRT-LLM. kvcore turns itself off.",
-        RESTART_AND_REPORT,
+        "weights_not_watched",
+        "kvcore does not find vLLM's worker in its process, and is not told when weights are "
+        "changed in place.",
+        "Set `namespace.weights_change` to `any_time` if they are.",
     ),
-    Trouble("the load of request %s cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
-    Trouble("the step cannot be planned", OWN_ERROR, RESTART_AND_REPORT),
-    Trouble("reports could not be taken in", OWN_ERROR, RESTART_AND_REPORT),
+    Trouble(
+        "weights were changed in place: KV from before is not found any more",
+        "vLLM's workers were given other weights. What is kept from then on is this engine's "
+        "alone.",
+        NOTHING,
+    ),
 ]

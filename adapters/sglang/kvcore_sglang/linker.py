@@ -25,7 +25,7 @@ import torch
 from kvcore import log
 from kvcore.config import Config, load_config
 from kvcore.connector.guard import Guard
-from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Data, PrometheusSink
 from kvcore.transfer.graph import TransferGraph
@@ -56,6 +56,13 @@ def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
     sink = PrometheusSink(("model_name",))
     name = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
     return lambda counted: sink.apply(counted, (name,))
+
+
+def _problem(error: Exception) -> str:
+    """Return an error in words, and log the trace of an unforeseen one."""
+    if not isinstance(error, (KVCoreError, OSError)):
+        _log.warning("unforeseen at the start: %s", error, exc_info=error)
+    return str(error) or type(error).__name__
 
 
 _LinkerBase: Any = linker_base()
@@ -117,14 +124,15 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         try:
             hooks.check()
             served = describe(server_args, params, components, self._config.block.tokens)
-        except (UnsupportedError, LayoutError) as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, and the engine goes on
+            problem = _problem(error)
         problems = [word for word in gather_words(find_rank(params), problem) if word]
         if problems or served is None:
             _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
             return None
         fusable = self._fusable(server_args, params, served)
         parts: Parts | None = None
+        wrong: ConfigError | None = None
         try:
             publish = _publisher(server_args, params)
             parts = build(
@@ -135,14 +143,18 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
                 fusable,
                 times_forwards=hooks.fit(hooks.TIME_HOOKS),
             )
-        except (UnsupportedError, LayoutError) as error:
-            problem = str(error)
+        except ConfigError as error:
+            wrong, problem = error, str(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            problem = _problem(error)
         # A wrong size shows on every rank. A server that refuses shows on the leader's only.
         problems = [word for word in gather_words(served.rank, problem) if word]
         if not problems:
             return parts
         if parts is not None:
             parts.close()
+        if wrong is not None:
+            raise wrong
         _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
         return None
 

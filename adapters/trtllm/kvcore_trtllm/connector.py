@@ -19,7 +19,7 @@ from typing import Any
 from kvcore import log
 from kvcore.config import Config, forwarded_config
 from kvcore.connector.guard import Guard, guarded
-from kvcore.errors import LayoutError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
     agree_on_fusion,
@@ -27,7 +27,7 @@ from kvcore_trtllm.build import (
     build_worker_connector,
     refusing_worker_connector,
 )
-from kvcore_trtllm.describe import ModelFacts, check_settings, describe
+from kvcore_trtllm.describe import ModelFacts, check_settings, check_weights, describe
 from kvcore_trtllm.layout import Memory, of_pool, of_regions
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan
 from kvcore_trtllm.scheduler import Leader
@@ -87,9 +87,10 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._layerwise = self._config.trtllm.layerwise and not _compiled(llm_args)
         self._facts: ModelFacts | None = None
         try:
+            check_weights(llm_args, self._config.namespace.weights_change)
             self._facts = describe(llm_args)
-        except UnsupportedError as error:
-            _log.warning("kvcore stands aside, the model runs without it: %s", error)
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
+            _stand_aside(error)
         self._side: WorkerConnector | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -116,14 +117,24 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
                 layerwise=self._layerwise,
                 llm_args=self._llm_args,
             )
-        except (UnsupportedError, LayoutError) as error:
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
             self._side = refusing_worker_connector(self._facts.world_size, _names.allgather)
         agree_on_fusion(self._config, self._side, self._facts.world_size, _names.allgather)
         leader = None
         if self._rank == 0 and memory is not None:
-            leader = self._meeting.leader = build_leader(self._config, memory, self._side)
+            leader = self._meeting.leader = self._build_leader(memory, self._side)
         self._finalizer = weakref.finalize(self, _close, self._side, leader)
+
+    def _build_leader(self, memory: Memory, side: WorkerConnector) -> Leader | None:
+        """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
+        try:
+            return build_leader(self._config, memory, side)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
+            _stand_aside(error)
+            return None
 
     def register_forward_pass_callable(self) -> Callable[[], None]:
         """Return what the engine calls at the end of a forward, even if no layer hook runs."""
@@ -167,6 +178,12 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         if self._finalizer is not None:
             self._finalizer()
         self._side, self._meeting.leader = None, None
+
+
+def _stand_aside(error: Exception) -> None:
+    """Log why the model runs without kvcore, with the trace of an unforeseen error."""
+    trace = None if isinstance(error, (KVCoreError, OSError)) else error
+    _log.warning("kvcore stands aside, the model runs without it: %s", error, exc_info=trace)
 
 
 def _close(side: WorkerConnector, leader: Leader | None) -> None:

@@ -98,6 +98,23 @@ def check_settings(llm_args: Any) -> None:
         )
 
 
+def check_weights(llm_args: Any, weights_change: str) -> None:
+    """Raise UnsupportedError if weights may be changed in place: no connector learns of it.
+
+    TensorRT-LLM's own extension for RL resets the engine's cache after it, and nothing else.
+    """
+    given = []
+    if weights_change == "any_time":
+        given.append('namespace.weights_change = "any_time"')
+    if extension := getattr(llm_args, "ray_worker_extension_cls", None):
+        given.append(f"ray_worker_extension_cls = {extension!r}")
+    if given:
+        raise UnsupportedError(
+            f"{' and '.join(given)}: weights may be changed in place, and TensorRT-LLM tells no "
+            "connector; kvcore serves engines whose weights stay"
+        )
+
+
 # -- the model ------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from kvcore.connector.messages import StepReport  # noqa: E402
 from kvcore.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
 from kvcore.model.spec import LayerGroup  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
-from kvcore_trtllm.describe import check_settings, describe  # noqa: E402
+from kvcore_trtllm.describe import check_settings, check_weights, describe  # noqa: E402
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
@@ -47,6 +47,22 @@ def test_settings_under_which_kv_would_be_wrong(change: dict[str, Any], named: s
     check_settings(args())
     with pytest.raises(ConfigError, match=named):
         check_settings(args(**change))
+
+
+@pytest.mark.parametrize(
+    ("weights_change", "change", "named"),
+    [
+        ("any_time", {}, "weights_change"),
+        ("on_reset", {"ray_worker_extension_cls": "rlhf_utils.WorkerExtension"}, "ray_worker"),
+    ],
+)
+def test_weights_that_change_in_place_are_refused(
+    weights_change: str, change: dict[str, Any], named: str
+) -> None:
+    """TensorRT-LLM resets its own cache after a change, and no connector learns of it."""
+    check_weights(args(), "on_reset")
+    with pytest.raises(UnsupportedError, match=named):
+        check_weights(args(**change), weights_change)
 
 
 def test_a_llama_is_described(checkpoint: Callable[..., Path]) -> None:

@@ -35,6 +35,9 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     return made
 
 
+NOTHING = KVConnectorOutput()
+
+
 def boom(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a mistake of ours")
 
@@ -52,7 +55,7 @@ def plan_of(connector: KVCoreConnector) -> StepPlan:
     ("inside", "call", "answer"),
     [
         ("_hash", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
-        ("update_connector_output", lambda c, r: c.update_connector_output(KVConnectorOutput()), None),
+        ("update_connector_output", lambda c, r: c.update_connector_output(NOTHING), None),
         ("request_finished", lambda c, r: c.request_finished(r, [1]), (False, None)),
         ("take_events", lambda c, r: list(c.take_events()), []),
         ("take_stats", lambda c, r: c.get_kv_connector_stats(), None),

@@ -137,7 +137,9 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
         at = tier.options.get("master") or re.sub("^rediss?://", "", tier.options["url"])
         host = at.partition(":")[0]
         assert host in services | {"elsewhere"}
-        assert (tier.options.get("host") == "x" * 32) == (tier.plugin == "mooncake"), "the pod's address"
+        assert (tier.options.get("host") == "x" * 32) == (tier.plugin == "mooncake"), (
+            "the pod's address"
+        )
     if served:
         assert configs["engine"].server.folder == configs["server"].server.folder
         assert configs["engine"].server.address == configs["server"].server.address == "local"
