@@ -206,7 +206,7 @@ class Server:
                     break
                 self._frame = parts[-1]
                 client, *message = [part.bytes for part in parts]
-                if self._guard is None and is_of_another_user(self._frame):
+                if self._admins is None and is_of_another_user(self._frame):
                     _log.warning("refused: a message of another user who=%s", self._who())
                 else:
                     self._receive(client, message)
