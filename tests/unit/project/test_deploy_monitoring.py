@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvcore.errors import Mismatch
 from kvcore.telemetry.metrics import SPECS, Kind, MissReason, SaveSkip
 from support.deployment import DEPLOY, ROOT, documents, tool
 
@@ -15,7 +16,7 @@ ADDED_LABELS = {"instance", "job", "model_name", "engine", "le"}
 """By Prometheus when it scrapes, by vLLM, and by a histogram's buckets."""
 
 LABEL_VALUES = {
-    "reason": {reason.value for reason in (*MissReason, *SaveSkip)},
+    "reason": {reason.value for reason in (*MissReason, *SaveSkip, *Mismatch)},
     "result": {"hit", "miss"},
     "outcome": {"found", "absent", "late", "failed", "published", "dropped", "unsent"},
 }
