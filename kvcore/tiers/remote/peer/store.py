@@ -185,8 +185,9 @@ class PeerOptions(StoreOptions):
     def admits(self, address: str) -> bool:
         """Return True if tcp://HOST:PORT may be a guest."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        host = host.strip("[]")
-        if int(port) not in self._guest_ports():
+        host, first = host.strip("[]"), int(self.listen.rpartition(":")[2])
+        low, _, high = (self.guest_ports or f"{first}-{first + _MAX_RANKS - 1}").partition("-")
+        if not int(low) <= int(port) <= int(high or low):
             return False
         try:
             number = ipaddress.ip_address(host)
@@ -195,13 +196,6 @@ class PeerOptions(StoreOptions):
         return host in self.guests or any(
             number in _network(text) for text in self.guests if "/" in text
         )
-
-    def _guest_ports(self) -> range:
-        if self.guest_ports is None:
-            first = int(self.listen.rpartition(":")[2])
-            return range(first, first + _MAX_RANKS)
-        low, _, high = self.guest_ports.partition("-")
-        return range(int(low), int(high or low) + 1)
 
     def address(self, rank: int) -> str:
         """Return where ``rank`` listens. Raises ConfigError if its port is out of range."""
