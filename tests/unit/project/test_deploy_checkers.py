@@ -28,7 +28,7 @@ NOT_OURS = {
 def run(name: str, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str]:
     done = subprocess.run(
         [release_tool(name), *arguments], capture_output=True, text=True, check=False, env=env,
-        timeout=120,
+        timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout
 
