@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +35,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore, prepare_store
 from kvcore.tiers.disk.format import shard_files
-from kvcore.tiers.guard import BlockCipher
+from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 BAR = 0.9
 COLUMNS = ("block", "KiB", "way", "read GB/s", "of raw read", "write GB/s", "of raw write")
 KVCORE = "kvcore disk tier"
+WITH_MAC = "kvcore disk tier, AES-256-GMAC"
 ENCRYPTED = "kvcore disk tier, AES-256-GCM"
 STRAIGHT = "kvcore disk tier, to_device"
 STAGING_NBYTES = 64 << 20
@@ -187,7 +187,7 @@ def tier(
     setting: Setting,
     geometry: Geometry,
     io_threads: int,
-    cipher: BlockCipher | None = None,
+    guard: BlockGuard | None = None,
     region: DeviceRegion | None = None,
 ) -> Iterator[Way]:
     """Open the disk tier as a worker does.
@@ -201,7 +201,7 @@ def tier(
         shard=0,
         slot_nbytes=setting.arena.slot_nbytes,
         access=DiskAccess(io_threads=io_threads, device_sums=region is not None),
-        guard=cipher,
+        guard=guard,
     )
     if region is not None:
         disk.attach_device(region)
@@ -232,15 +232,16 @@ def tier(
 
 
 @contextmanager
-def encrypted(setting: Setting, geometry: Geometry, io_threads: int) -> Iterator[Way]:
-    """Open the same tier with encryption."""
-    cipher = BlockCipher(os.urandom(32))
-    folder = setting.folder / "encrypted"
+def guarded(
+    setting: Setting, geometry: Geometry, io_threads: int, guard: BlockGuard
+) -> Iterator[Way]:
+    """Open the same tier with a MAC or with encryption."""
+    folder = setting.folder / guard.name.partition("/")[0]
     folder.mkdir()
-    geometry = replace(geometry, cipher=cipher.name)
+    geometry = geometry.guarded(guard)
     geometry.save(folder)
     setting = setting._replace(store=folder)
-    with tier(setting, geometry, io_threads, cipher) as way:
+    with tier(setting, geometry, io_threads, guard) as way:
         yield way
 
 
@@ -268,10 +269,15 @@ def straight(
 def all_ways(
     setting: Setting, geometry: Geometry, io_threads: int, stack: ExitStack
 ) -> dict[str, Way]:
+    key = os.urandom(32)
+    guards: dict[str, BlockGuard] = {WITH_MAC: BlockMac(key), ENCRYPTED: BlockCipher(key)}
     ways = {
         KVCORE: stack.enter_context(tier(setting, geometry, io_threads)),
         **straight(setting, geometry, io_threads, stack),
-        ENCRYPTED: stack.enter_context(encrypted(setting, geometry, io_threads)),
+        **{
+            name: stack.enter_context(guarded(setting, geometry, io_threads, guard))
+            for name, guard in guards.items()
+        },
         "4 threads, preadv": stack.enter_context(threads(setting, 4)),
         "8 threads, preadv": stack.enter_context(threads(setting, 8)),
     }
@@ -295,7 +301,7 @@ def timed(act: Callable[[], None], nbytes: int) -> float:
 
 
 def is_raw(name: str) -> bool:
-    return name not in (KVCORE, ENCRYPTED, STRAIGHT, "a file a block")
+    return name not in (KVCORE, WITH_MAC, ENCRYPTED, STRAIGHT, "a file a block")
 
 
 def measure(ways: dict[str, Way], rounds: int, nbytes: int) -> dict[str, tuple[float, ...]]:

@@ -32,7 +32,7 @@ from kvcore.tiers.disk.format import Record
 from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac
 
 BARS = {"disk": 0.02, "host": 0.01}
-KIB = (64, 180, 360, 1024, 2048, 4096)
+KIB = (64, 180, 360, 720, 1024, 2048, 4096)
 PASS_NBYTES = 64 << 20
 """More than the caches hold."""
 CALLS = ("KiB", "way", "us", "GB/s", "of XXH3")

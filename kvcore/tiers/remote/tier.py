@@ -260,7 +260,7 @@ class StoreTier(Tier):
     def _value(self, request: BlockWrite) -> Item:
         """Return the value to store: a header, and the block without the padding of its slot."""
         nbytes, shard = self._shard.block_nbytes, self._shard.digest
-        block = list(first_bytes(request.buffers, nbytes))
+        block: Buffers = list(first_bytes(request.buffers, nbytes))
         header = Header(nbytes, *request[1:4], shard, bytes(16))
         header, block = seal(header, self._guard, block)
         return Item(self._shard.name(request.key), [memoryview(header.pack()), *block])
