@@ -198,6 +198,16 @@ def test_a_node_pins_a_part_of_the_memory_and_ends_only_its_own_leases() -> None
     lent.check_integrity()
 
 
+def test_a_value_that_is_most_of_the_memory_can_be_read() -> None:
+    lent, _ = make(1024)
+    assert put(lent, "f/0", 1000)
+    granted = lent.lease(["f/0"], "a")
+    assert granted.places[0]
+    assert lent.lease(["f/0"], "a").places == [None]
+    assert lent.end(granted.lease, "a")
+    lent.check_integrity()
+
+
 def test_freed_spans_are_joined() -> None:
     allocator = SpanAllocator(640)
     spans = [allocator.allocate(128) for _ in range(5)]

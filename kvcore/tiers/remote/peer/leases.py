@@ -252,14 +252,19 @@ class LentMemory:
     # -- inside, with the lock ----------------------------------------------------------------
 
     def _within_share(self, found: list[_Value | None], peer: str | None) -> list[_Value | None]:
-        """Return the values without those beyond what this reader may lease."""
+        """Return the values without those beyond what this reader may lease.
+
+        One that holds nothing may lease one value of any size.
+        """
         if peer is None:
             return found
-        room = int(self._spans.nbytes * PEER_SHARE) - self._pinned[peer]
+        share, pinned = self._spans.nbytes * PEER_SHARE, self._pinned[peer]
         granted: list[_Value | None] = []
         for value in found:
-            room -= 0 if value is None else value.span.nbytes
-            granted.append(value if room >= 0 else None)
+            nbytes = 0 if value is None else value.span.nbytes
+            fits = pinned == 0 or pinned + nbytes <= share
+            granted.append(value if fits else None)
+            pinned += nbytes if fits else 0
         return granted
 
     def _check_count(self, peer: str) -> None:
