@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +133,12 @@ def said(frame: Any, key: str) -> str:
 
 def local_peer(frame: Any) -> LocalPeer | None:
     """Return who sent a frame over a local socket; None if that is not known."""
-    parts = said(frame, "Peer-Address").rsplit(":", 3)  # host, uid, gid, pid
+    return _parsed(said(frame, "Peer-Address"))
+
+
+@lru_cache(maxsize=1024)  # a few peers send all messages
+def _parsed(address: str) -> LocalPeer | None:
+    parts = address.rsplit(":", 3)  # host, uid, gid, pid
     if len(parts) != 4 or not (parts[1].isdecimal() and parts[3].isdecimal()):
         return None
     return LocalPeer(int(parts[1]), int(parts[3]))

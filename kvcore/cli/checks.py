@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvcore._util.private import make_guarded
 from kvcore.cli.probe import CONTACT_S, Finding, Level, contacts
 from kvcore.config import Config, format_size, read_key
 from kvcore.config.paths import memory_of
@@ -159,7 +160,7 @@ def _disk(config: Config, probe: bool) -> Iterator[Finding]:
         yield Finding("disk", Level.GOOD, "no disk tier (disk.path is unset)")
         return
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(make_guarded(path))
         used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         free = shutil.disk_usage(path).free
         speed = _speed(path) if probe else None

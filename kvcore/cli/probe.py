@@ -162,6 +162,8 @@ def _server(config: Config, seconds: float) -> str:
         reply = link.ask(StatusRequest(link.ref()), seconds)
     finally:
         link.close()
+    if link.distrusted:
+        raise TierUnavailable(link.distrusted)
     if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"none answers for {config.server.address!r}")
     if reply.status.get("settings") != settings_digest(config.namespace).hex():

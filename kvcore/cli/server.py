@@ -77,6 +77,8 @@ def status(config: Config) -> str:
         reply = link.ask(StatusRequest(link.ref()), STATUS_WAIT_S)
     finally:
         link.close()
+    if link.distrusted:
+        raise TierUnavailable(link.distrusted)
     if not isinstance(reply, StatusReply):
         raise TierUnavailable(f"no kvcore server answers for {config.server.address!r}")
     return json.dumps(reply.status, indent=2)

@@ -133,5 +133,6 @@ class ControlConfig(SchemaModel):
     audit: Name | None = Field(
         default=None,
         description="File (mode 0600) to which every operation of `kvcore ctl` that changes "
-        "something is appended, as one line of JSON. Unset: only the log records them.",
+        "something, or would, is appended as lines of JSON: before it is carried out, and after. "
+        "What cannot be written is not carried out. Unset: only the log records them.",
     )

@@ -41,6 +41,11 @@ SERVER = [
         "the server and its engines as one user, and give the folder mode 0700.",
     ),
     Trouble(
+        "%s of a server that ended stays: %s",
+        "The folder in which an earlier server kept its host tier could not be removed.",
+        "Remove it by hand: its memory is not freed otherwise.",
+    ),
+    Trouble(
         "the kvcore server refuses this engine: %s",
         "Versions, the model or settings do not match. The engine runs without shared KV.",
         "Do what the message says. Usually both sides need the same version of kvcore.",

@@ -142,6 +142,7 @@ def _scraped(config: Config) -> None:
         samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
         return {(s.name, *s.labels.values()): s.value for s in samples}
 
+    until(lambda: shown().get(("kvcore_control_orders_total", "clear", "done")))
     found = until(lambda: (s := shown()).get(("kvcore_tenant_used_bytes", "bob", "host")) and s)
     assert [found[at] for at in found if at[0] == "kvcore_server_sessions"] == [1]
     assert found["kvcore_control_orders_total", "clear", "done"] == 1
