@@ -67,5 +67,5 @@ def test_a_read_that_hangs_holds_up_no_pause(model: Path, tmp_path: Path) -> Non
     write_injector(faults)
     found = run(model, model, tmp_path / "kv", FAULTS=str(faults), PLUGIN=str(faults))["hangs"]
     assert found["hung"]["tokens"] == found["first"]["tokens"]
-    assert found["waited"] > 1.0, "a read from the disk hung until the load's deadline"
-    assert found["took"] < 20
+    assert found["waited"] > 1.5, "a read from the disk hung until the load's deadline"
+    assert found["took"] < 15
