@@ -1,7 +1,7 @@
-"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL``.
+"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL BYTES``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise once.
-After each error kvcore is told to go on. Prints, by the part that failed, why kvcore stopped, and
+After each error kvcore is told to go on. Loads up to BYTES are part of a step. Prints, by the part that failed, why kvcore stopped, and
 whether the answer was right, as JSON.
 """
 
@@ -66,6 +66,15 @@ def main(model: str, sync_load_max: str) -> None:
             assert time.monotonic() < limit, "pages are in use"
             core.step()
 
+    def revive() -> None:
+        """Have kvcore serve again, which no error of a real run is followed by."""
+        worker = guard._worker
+        worker._collect()
+        for left in (worker._finished, worker._failed, worker._loads, worker._reports):
+            left.clear()
+        worker._bad_pages.clear()
+        side.disabled = guard.stopped = ""
+
     parts = [*((side, name) for name in SCHEDULER), *((guard._worker, name) for name in WORKER)]
     texts = windows(Path(model), len(parts), 200, 400, seed=4)
     found: dict[str, Any] = {}
@@ -89,7 +98,7 @@ def main(model: str, sync_load_max: str) -> None:
         delattr(owner, name)
         empty()
         after = ask(text)  # kvcore stands aside
-        side.disabled = guard.stopped = ""
+        revive()
         found[name] = {
             "raised": bool(raised),
             "why": why,
