@@ -1,8 +1,8 @@
 """kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL BYTES``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise once.
-After each error kvcore is told to go on. Loads up to BYTES are part of a step. Prints, by the part that failed, why kvcore stopped, and
-whether the answer was right, as JSON.
+After each error kvcore is told to go on. Loads up to BYTES are part of a step. Prints, by the part
+that failed, why kvcore stopped, and whether the answer was right, as JSON.
 """
 
 from __future__ import annotations
