@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 __all__ = ["Guard", "Stop", "guarded"]
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Stop(Protocol):
@@ -51,18 +52,18 @@ class Guard:
         return neutral if broken is None else broken()
 
 
-def guarded(neutral: _T) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
+def guarded(neutral: Any) -> Callable[[_F], _F]:
     """Decorate an entry point of an object that has a `Guard` as ``_guard``.
 
     On an error the method returns ``neutral``.
     """
 
-    def decorate(method: Callable[..., _T]) -> Callable[..., _T]:
+    def decorate(method: _F) -> _F:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> _T:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             guard: Guard = self._guard
             return guard.run(method.__name__, lambda: method(self, *args, **kwargs), neutral)
 
-        return call
+        return cast("_F", call)
 
     return decorate

@@ -1,4 +1,4 @@
-"""What a pause, a change of weights and a hung read do to a real vLLM and to its tiers."""
+"""What a pause, changed weights, a hung read and errors of kvcore do to a real vLLM."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 
 
-def run(model: Path, other: Path, disk: Path, **env: str) -> dict[str, Any]:
-    """Run the history of `vllm_lifecycle` in a process of its own."""
+def run(program: str, *arguments: object, **env: str) -> dict[str, Any]:
+    """Run a history in a process of its own."""
     path = os.pathsep.join([*filter(None, [env.pop("PLUGIN", "")]), str(HERE), *sys.path])
     done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_lifecycle.py"), str(model), str(other), str(disk)],
+        [sys.executable, str(HERE / program), *map(str, arguments)],
         env={**os.environ, **SPACE, "PYTHONPATH": path, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -40,7 +40,7 @@ def run(model: Path, other: Path, disk: Path, **env: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=5)
-    return run(model, other, tmp_path_factory.mktemp("kv"))
+    return run("vllm_lifecycle.py", model, other, tmp_path_factory.mktemp("kv"))
 
 
 def test_a_pause_renews_the_namespace_and_leaves_the_disk_alone(history: dict[str, Any]) -> None:
@@ -65,7 +65,19 @@ def test_kv_of_weights_that_were_changed_without_a_reset_is_not_served(
 def test_a_read_that_hangs_holds_up_no_pause(model: Path, tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     write_injector(faults)
-    found = run(model, model, tmp_path / "kv", FAULTS=str(faults), PLUGIN=str(faults))["hangs"]
+    env = {"FAULTS": str(faults), "PLUGIN": str(faults)}
+    found = run("vllm_lifecycle.py", model, model, tmp_path / "kv", **env)["hangs"]
     assert found["hung"]["tokens"] == found["first"]["tokens"]
-    assert found["waited"] > 1.0, "a read from the disk hung until the load's deadline"
-    assert found["took"] < 20
+    assert found["waited"] > 1.5, "a read from the disk hung until the load's deadline"
+    assert found["took"] < 15
+
+
+@pytest.mark.parametrize("step_bytes", [0, 1 << 30], ids=["between steps", "in the step"])
+def test_an_error_in_any_call_ends_kvcore_and_not_vllm(model: Path, step_bytes: int) -> None:
+    """What was promised is computed; the answer is that of an engine without kvcore."""
+    found = run("vllm_guard.py", model, step_bytes)
+    wrong = {name: part for name, part in found.items() if not (part["same"] and part["after"])}
+    assert not wrong
+    raised = {name for name, part in found.items() if part["raised"]}
+    assert raised >= found.keys() - {"_load_ended"}, "a part was not called"
+    assert all(found[name]["why"] for name in raised)

@@ -84,14 +84,14 @@ async def hangs(history: History, texts: list[list[int]], faults: Path) -> dict[
     for other in texts[1:]:  # host memory has no room for all of them
         await history.ask(other)
     await history.driver.settle(2.0)
-    write_rules(faults / "rules", Rule(Fault.HANG, Seam.TIER_READ))
+    write_rules(faults / "rules", Rule(Fault.HANG, Seam.TIER_READ, seconds=100))
     await asyncio.sleep(0.5)
     since = time.monotonic()
     hung = await history.ask(text)
     waited = time.monotonic() - since
     since = time.monotonic()
     try:
-        await asyncio.wait_for(history.engine.pause_generation(mode="wait"), 30)
+        await asyncio.wait_for(history.engine.pause_generation(mode="wait"), 20)
         took = time.monotonic() - since
         await history.engine.resume_generation()
     except asyncio.TimeoutError:

@@ -272,10 +272,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def lose(
         self, request: Request, blocks: KVCacheBlocks, external: int, start: int, *, in_step: bool
     ) -> None:
-        """Tell that ``external`` tokens from ``start`` on, which vLLM counts on, will not come.
-
-        The workers know nothing of their load yet.
-        """
+        """Tell that ``external`` tokens from ``start`` on, which no worker loads, will not come."""
         request_id, tracked = request.request_id, self._requests.get(request.request_id)
         if tracked is not None:
             tracked.may_load, tracked.waits, tracked.reused = False, not in_step, {}
@@ -549,11 +546,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             self._end_unsent(take_saves(self._plan))
 
     def reset(self) -> None:
-        """Follow a reset of vLLM's cache: it sleeps, pauses, or was given other weights.
-
-        Tiers are left as they are, unless ``vllm.keep_on_reset`` is false: other engines may share
-        them. Unless weights never change, what is in them is no longer found.
-        """
+        """Follow a reset of vLLM's cache, as ``vllm.keep_on_reset`` and ``weights_change`` say."""
         self._end_unsent(take_saves(self._plan))  # vLLM may take the pages' memory away
         if not self._config.vllm.keep_on_reset:
             self.clear()

@@ -9,6 +9,7 @@ vLLM counts on the loads and blends of a plan. One that is taken out of it is to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 from kvcore.transfer.graph import TransferGraph, UnitTable
 from kvcore_vllm.messages import StepPlan
@@ -36,7 +37,7 @@ def withdraw(plan: StepPlan, request_id: str) -> list[TransferGraph]:
 
 
 def failing_plan(
-    made: StepPlan, in_use: set[int], pages_of: Callable[[Sequence[UnitTable]], list[int]]
+    made: StepPlan, in_use: AbstractSet[int], pages_of: Callable[[Sequence[UnitTable]], list[int]]
 ) -> tuple[StepPlan, list[TransferGraph]]:
     """Return a plan that fails what ``made`` promised, and the graphs that it does not send.
 

@@ -114,6 +114,8 @@ class FaultContract:
         env = {"PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])}
         env.update(cls.environment)
         kvcore = keep_on_reset(cls.engine, kvcore)
+        if cls.engine == "vllm":  # a cell's clear is to reach every tier
+            kvcore["vllm"] = {**kvcore.get("vllm", {}), "keep_on_reset": False}
         with small_engine(model, kvcore, env, cls.engine, **cls.engine_args) as process:
             yield process
 
