@@ -120,7 +120,8 @@ START = [
         "Nothing if kvcore is HiCache's storage. Else install a version with every probe.",
     ),
     Trouble(
-        "updates of the weights in place are not noticed by this SGLang: clear the storage after one",
+        "updates of the weights in place are not noticed by this SGLang: clear the storage after "
+        "one",
         "kvcore as HiCache's storage does not know this SGLang's functions that update weights.",
         "Nothing if weights never change in place. Else clear the storage after each update, or "
         "install a release that `kvcore plugins` names.",

@@ -98,8 +98,10 @@ def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     found = dict(config)
     for name, value in changes.items():
         old = found.get(name)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        found[name] = _merged(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            found[name] = _merged(old, value)
+        else:
+            found[name] = value
     return found
 
 
