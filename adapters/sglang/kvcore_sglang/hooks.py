@@ -10,11 +10,7 @@
     Scheduler.get_internal_state                    adds kvcore's state to /server_info
     PrefillAdder.add_one_req                        lets others go first while KV is being fetched
     ModelRunner.forward                             times prefill
-<<<<<<< HEAD
-    SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from that of old
-=======
     SchedulerWeightUpdaterManager.update_weights_*  separates KV of new weights from earlier KV
->>>>>>> 3883fbf (Troubleshooting tells the line about updates that are not noticed; types)
 
 Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
 hook is not registered if its target has another signature than the one known here. kvcore's linker
