@@ -92,7 +92,8 @@ def peer(start: Start, folder: Path, stack: ExitStack) -> Opener:
     """Each party is a node. The attacker takes values away and has its own under their names."""
     need_client("nixl_cu13")
     os.environ.setdefault("UCX_TLS", "tcp")
-    from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+    from kvcore.tiers.remote.peer.options import PeerOptions
+    from kvcore.tiers.remote.peer.store import PeerStore
     from kvcore_devtools.peer_node import PATIENCE_S, address
 
     nodes: list[str] = []

@@ -109,7 +109,7 @@ def test_one_node_cannot_pin_all_memory_or_take_all_leases(node: Node, keys: Pat
 def test_a_node_listens_to_its_own_machine_unless_it_is_told_otherwise() -> None:
     need_client("nixl_cu13")
     from kvcore.tiers.remote.options import read_options
-    from kvcore.tiers.remote.peer.store import PeerOptions
+    from kvcore.tiers.remote.peer.options import PeerOptions
     from kvcore.tiers.spec import TierContext
 
     def options(**given: Any) -> PeerOptions:
@@ -148,7 +148,8 @@ def test_events_are_not_told_to_every_address_by_mistake(events: dict[str, Any])
 @pytest.mark.slow
 def test_nodes_with_keys_read_each_other_and_nobody_else_does(keys: Path, tmp_path: Path) -> None:
     need_client("nixl_cu13")
-    from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+    from kvcore.tiers.remote.peer.options import PeerOptions
+    from kvcore.tiers.remote.peer.store import PeerStore
 
     def open_store(folder: Path | None, *peers: str) -> tuple[PeerStore, str]:
         listen = f"127.0.0.1:{free_port()}"

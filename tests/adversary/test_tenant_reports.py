@@ -12,7 +12,7 @@ from kvcore.connector.clients import Clients
 from kvcore.explain.request_log import Cause, Miss, RequestRecord
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
-from kvcore.tiers.remote.peer.store import PeerOptions
+from kvcore.tiers.remote.peer.options import PeerOptions
 from kvcore_vllm.handover import Handover
 
 PROMPT = list(range(64))

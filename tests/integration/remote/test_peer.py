@@ -22,8 +22,9 @@ from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreOptions, StoreTier, peer
 from kvcore.tiers.remote.peer.messages import Found
+from kvcore.tiers.remote.peer.options import PeerOptions
 from kvcore.tiers.remote.peer.rpc import MAX_GUESTS
-from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+from kvcore.tiers.remote.peer.store import PeerStore
 from kvcore_devtools.peer_node import PATIENCE_S, PeerNode, address
 from kvcore_devtools.servers import need_client
 from support.clock import Clock

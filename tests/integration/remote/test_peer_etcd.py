@@ -23,7 +23,8 @@ for client in ("nixl_cu13", "etcd3gw"):
 
 from kvcore.cluster import Member, open_directory  # noqa: E402
 from kvcore.cluster.etcd import EtcdDirectory  # noqa: E402
-from kvcore.tiers.remote.peer.store import KIND, PeerOptions, PeerStore  # noqa: E402
+from kvcore.tiers.remote.peer.options import PeerOptions  # noqa: E402
+from kvcore.tiers.remote.peer.store import KIND, PeerStore  # noqa: E402
 from kvcore.tiers.remote.tier import prepare  # noqa: E402
 
 os.environ.setdefault("UCX_TLS", "tcp")

@@ -224,7 +224,7 @@ def test_a_port_that_is_taken_is_named(node: Node) -> None:
 
 
 def test_addresses_are_checked() -> None:
-    from kvcore.tiers.remote.peer.store import PeerOptions, addresses
+    from kvcore.tiers.remote.peer.options import PeerOptions, addresses
 
     assert addresses("node-1:7801-7803") == [f"tcp://node-1:{p}" for p in (7801, 7802, 7803)]
     assert addresses("[fe80::1]:5") == ["tcp://[fe80::1]:5"]
