@@ -126,7 +126,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in s
 
 
 class _Escape(logging.Handler):
-    """Escapes the text of records. It runs before the handlers of other loggers see them."""
+    """Escapes the text of records and masks passwords, before the handlers of other loggers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -134,11 +134,12 @@ class _Escape(logging.Handler):
         except Exception:  # noqa: BLE001 - a message that does not fit its arguments
             self.handleError(record)
             return
-        if not text.isprintable():
-            record.msg, record.args = _printable(text), None
+        if (shown := _printable(mask_passwords(text))) != text:
+            record.msg, record.args = shown, None
         if record.exc_info and record.exc_info[0] is not None:
             text = logging.Formatter().formatException(record.exc_info)
-            record.exc_text = "\n".join(f"  {_printable(line)}" for line in text.splitlines())
+            lines = mask_passwords(text).splitlines()
+            record.exc_text = "\n".join(f"  {_printable(line)}" for line in lines)
 
 
 class _TextFormatter(logging.Formatter):
@@ -161,7 +162,7 @@ class _JsonFormatter(logging.Formatter):
             data[f"field_{key}" if key in data else key] = value
         if record.exc_info:
             data["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(data, default=_plain)
+        return mask_passwords(json.dumps(data, default=_plain))
 
 
 def _plain(value: object) -> object:

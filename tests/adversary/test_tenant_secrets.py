@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from kvcore.cli import serve as serve_command
 from kvcore.cli.app import app
 from kvcore.config import Config, forwarded_config, load_config
 from kvcore.errors import ConfigError
+from kvcore.log import configure
 from kvcore.model.identity import Namespaces
 from kvcore.plugins import EngineSpec, ServeCommand
 
@@ -142,6 +144,27 @@ def test_errors_and_logs_do_not_show_a_password() -> None:
     error = ConfigError(f"url {url}: refused")
     assert PASSWORD not in str(error) + repr(error)
     assert "host/path?region=x" in str(error)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_of_another_librarys_error_shows_no_password(
+    form: Literal["text", "json"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("kvcore.adversary")
+    root, outer = logging.getLogger("kvcore"), logging.getLogger()
+    kept = root.handlers[:], root.propagate, outer.handlers[:]
+    try:
+        outer.handlers.clear()
+        configure("info", form)
+        try:
+            raise OSError(f"redis://me:{PASSWORD}@store:6379 is not there")
+        except OSError as error:
+            log.warning("the store is left alone: %s", error, exc_info=error)
+    finally:
+        root.handlers[:], root.propagate, outer.handlers[:] = kept
+    shown = capsys.readouterr().err
+    assert "@store:6379 is not there" in shown
+    assert PASSWORD not in shown
 
 
 def test_the_secret_cannot_be_guessed_by_trying_all() -> None:
