@@ -61,7 +61,18 @@ whenever one of its files changed.
 
 MODEL = "An engine has these in common for all its requests.\n"
 MEDIA = "They change the KV of a prompt from its first medium on. Text before it stays shared.\n"
-MEASURED = ""
+MEASURED = """\
+Measured on two cores of a virtual machine with a virtual disk, files just written:
+
+| files | from memory | from disk |
+|---|---|---|
+| 4.2 GB in 40 tensors | 0.03 s | 0.11 s |
+| 2.0 GB in 20,000 tensors | 0.4 s | 1.0 s |
+
+That is 0.7 to 2.6 s for each 100 GB in large tensors, and 20 to 50 us for each small one. By that
+measure a dense model of 140 GB takes 1 to 4 s, and a model of 90,000 tensors 2 to 5 s more. From a
+network folder that answers a read in 1 ms, 140 GB take about 9 s, because 16 reads run at once. The
+last three numbers are computed, not measured."""
 
 
 def _row(*cells: str) -> str:

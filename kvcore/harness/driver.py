@@ -46,6 +46,7 @@ class Prompt:
     fusion: dict[str, Any] | None
     traceparent: str | None
     promise: dict[str, Any] | None = None
+    image_uuid: str | None = None
 
 
 class Stopwatch:

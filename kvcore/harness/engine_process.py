@@ -229,6 +229,7 @@ class EngineProcess:
         logprobs: bool = False,
         lora: Path | None = None,
         image: Path | None = None,
+        image_uuid: str | None = None,
         fusion: dict[str, Any] | None = None,
         promise: dict[str, Any] | None = None,
         traceparent: str | None = None,
@@ -245,6 +246,7 @@ class EngineProcess:
                 code for the first such request, so its times mean nothing.
             lora: folder of the LoRA weights to apply.
             image: picture for the prompt, if the model takes one.
+            image_uuid: what the client calls the picture (vLLM only).
             fusion: fusion options of the request (`kvcore.fusion.options`).
             promise: what a prefill engine returned for the prompt's KV (vLLM and the reference
                 engine only).
@@ -264,6 +266,7 @@ class EngineProcess:
             image=str(image) if image else None,
             fusion=fusion,
             **({} if promise is None else {"promise": promise}),
+            **({} if image_uuid is None else {"image_uuid": image_uuid}),
             traceparent=traceparent,
         )
         return _then(call, lambda reply: Generation(**reply))

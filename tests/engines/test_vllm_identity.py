@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from kvcore.harness.compare import (
     ALL,
@@ -25,7 +27,7 @@ from kvcore.harness.compare import (
     warm,
 )
 from kvcore.harness.compare import small_engine as engine
-from kvcore.harness.models import tiny_vision_model
+from kvcore.harness.models import tiny_lora, tiny_vision_model
 from kvcore.harness.prompts import mixed, windows
 
 pytestmark = pytest.mark.engine
@@ -72,6 +74,49 @@ def test_eight_bit_formats_never_read_each_others_kv(
             assert any(answer.tiers.get("disk") for answer in got) == again
             settle_and_empty(process)
             assert_same_answers(answers(process, documents), expected[name])
+
+
+def test_runs_that_differ_in_one_setting_find_nothing_of_each_other(
+    model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    """Over one disk folder. A request under its own salt gives the tokens of an empty cache."""
+    other = tmp_path / "edited"
+    shutil.copytree(model, other)
+    [file] = other.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.0.input_layernorm.weight"][:64] *= 2
+    save_file(tensors, file, {"format": "pt"})
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    adapters = [tiny_lora(tmp_path / name / "adapter", model) for name in "ab"]
+    told = json.loads((adapters[1] / "adapter_config.json").read_text())
+    (adapters[1] / "adapter_config.json").write_text(json.dumps(told | {"lora_alpha": 64}))
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    runs: list[tuple[Path, dict[str, Any], list[Path | None]]] = [
+        (model, {"load_format": "dummy"}, [None]),
+        (model, {"hf_overrides": rope}, [None]),
+        (other, {}, [None]),
+        (model, lora, [None, *adapters]),
+        (model, {}, [None]),
+    ]
+    kvcore = HOST | {"disk": {"path": str(tmp_path / "kv"), "capacity": "512MiB"}}
+    kinds, alone = set(), []
+    for number, (folder, settings, choices) in enumerate(runs):
+        with engine(folder, kvcore, **settings) as process:
+            for choice in choices:
+                salt = f"{number} {choice}"
+                expected = answers(process, documents[:2], lora=choice, cache_salt=salt)
+                got = answers(process, documents[:2], lora=choice)
+                assert_same_answers(got, expected)
+                reused = [answer.tiers.get("disk", 0) for answer in got]
+                assert (min(reused) > 200) if number == 4 else (max(reused) == 0), (
+                    settings,
+                    choice,
+                )
+                kinds.add(str([answer.token_ids for answer in expected]))
+            settle_and_empty(process)
+            alone.append("not found after a restart" in process.log.read_text())
+    assert len(kinds) == 6, "a setting changes no answer"
+    assert alone == [True, False, False, False, False]
 
 
 def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path) -> None:

@@ -109,11 +109,8 @@ def build_scheduler_side(
 
 def _media(vllm_config: VllmConfig) -> MediaIdentity | str:
     """Return what shapes the KV of media, or the reason why media cannot be told apart."""
-    media = vllm_config.model_config.multimodal_config
     if getattr(vllm_config, "ec_transfer_config", None) is not None:
         return "ec_transfer_config lets vLLM take the embeddings of media from another engine"
-    if getattr(media, "allow_missing_mm_embeddings", False):
-        return "a kv_consumer of vLLM may get media without their content: use kv_role 'kv_both'"
     try:
         return media_identity(vllm_config)
     except UnsupportedError as error:

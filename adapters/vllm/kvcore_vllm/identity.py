@@ -27,6 +27,8 @@ _FILE_FORMATS = frozenset(
 )
 """Ways to load that give the same tensors for one folder, or fail."""
 
+_MISTRAL = "consolidated*.safetensors"
+
 _OTHER_FILES = frozenset({"pt", "npcache", "sharded_state", "bitsandbytes", "gguf"})
 """Ways that read other files of a folder, or read them otherwise."""
 
@@ -100,11 +102,19 @@ def _weights(vllm_config: VllmConfig) -> tuple[Weights, str]:
         told = f"the weights at {remote} may change under that name: use a local folder"
         return Weights(remote.encode()), told
     commit = getattr(model.hf_config, "_commit_hash", None)
+    if model.hf_config_path:
+        commit = None  # of another repository
     return weights_identity(remote or model.model, model.revision, commit), ""
 
 
 def _load(vllm_config: VllmConfig) -> str | None:
+    """Return the way that weights are loaded, if it can give other ones than the folder's usual.
+
+    A folder may have the weights twice. vLLM then takes the consolidated files, unless it is told.
+    """
     way = str(vllm_config.load_config.load_format)
+    if way in ("auto", "mistral"):
+        return "mistral" if any(Path(vllm_config.model_config.model).glob(_MISTRAL)) else None
     return None if way in _FILE_FORMATS else way
 
 

@@ -119,7 +119,8 @@ class RequestIdentities:
 
 
 _NO_TENSORS = (
-    "the content of a medium is not in vLLM's scheduler: set mm_processor_cache_type to 'lru'"
+    "the content of a medium is not in vLLM's scheduler: send its data with the request, and leave "
+    "mm_processor_cache_type at 'lru'"
 )
 
 
@@ -131,17 +132,28 @@ def _remember(kept: OrderedDict[Any, Any], key: object, value: object) -> None:
 
 
 def _digest(item: Any) -> bytes:
-    """Return a digest of a medium's tensors. Raises UnsupportedError if there are none."""
-    digest, tensors = hashlib.sha256(), 0
+    """Return a digest of a medium's tensors. Raises UnsupportedError if its content is not there.
+
+    vLLM may have a place in shared memory instead. And beside a connector it takes a medium of
+    which only sizes are given, as for embeddings that another engine made.
+    """
+    digest, content = hashlib.sha256(), False
     for name in sorted(item):
         digest.update(canonical_bytes(name))
         for leaf in _leaves(item[name].data):
-            tensors += isinstance(leaf, torch.Tensor)
+            content |= _is_content(leaf)
             for part in _bytes_of(leaf):
                 digest.update(part)
-    if not tensors:  # a place in shared memory, or the mark of something that a worker has
+    if not content:
         raise UnsupportedError(_NO_TENSORS)
     return digest.digest()
+
+
+def _is_content(leaf: Any) -> bool:
+    """Return True for pixels, features or embeddings, and False for sizes, masks and times."""
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2:
+        return False
+    return leaf.is_floating_point() or leaf.dtype == torch.uint8
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -75,7 +75,7 @@ def test_a_picture_is_known_by_its_content_under_any_identifier() -> None:
     [
         picture(item(pixel_values=PIXELS + 1)),
         picture(item(pixel_values=PIXELS.reshape(4, 4, 3))),
-        picture(item(pixel_values=PIXELS.view(torch.int32))),
+        picture(item(pixel_values=PIXELS.to(torch.float64))),
         picture(item(pixels=PIXELS)),
         picture(item(pixel_values=[PIXELS, PIXELS])),
         picture(item(pixel_values=PIXELS, grid=torch.tensor([1, 2, 2]))),
@@ -107,6 +107,8 @@ def test_half_precision_has_bytes() -> None:
     [
         None,
         item(pixel_values=None),
+        item(image_grid_thw=torch.tensor([[1, 2, 2]]), seconds=torch.tensor([0.5])),  # sizes alone
+        item(mask=torch.ones(2, 2, dtype=torch.bool)),
         item(address=4096, monotonic_id=7, signature=[1, 2]),  # of the cache in shared memory
     ],
 )

@@ -224,6 +224,8 @@ def _request(prompt: Prompt) -> dict[str, Any]:
         from PIL import Image
 
         request["multi_modal_data"] = {"image": Image.open(prompt.image)}
+        if prompt.image_uuid is not None:
+            request["multi_modal_uuids"] = {"image": [prompt.image_uuid]}
     return request
 
 
