@@ -47,4 +47,4 @@ def test_a_new_line_or_one_that_went_is_noticed(tool: Any, tmp_path: Path) -> No
     ]  # fmt: skip
     said = tool.missing(lines)
     assert "kvcore/new.py: no entry for 'one %s'" in said
-    assert "no code logs 'kvcore failed'" in said
+    assert "no code logs 'weights_not_watched'" in said
