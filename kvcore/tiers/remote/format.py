@@ -72,7 +72,7 @@ class Header(NamedTuple):
         if xxhash.xxh3_64_intdigest(data[: _BODY.size]) != seal:
             return None
         nonce = bytes(data[_BODY.size :][:NONCE_NBYTES]) if flags else b""
-        return cls(*fields, flags=flags, nonce=nonce)
+        return cls._make((*fields, flags, nonce))
 
 
 def seal(header: Header, guard: BlockGuard | None, block: Buffers) -> tuple[Header, Buffers]:
