@@ -26,7 +26,8 @@ from typing import Any
 from kvcore.config.schema_cluster import ClusterConfig
 from kvcore.testing.store_contract import fetch, put, value
 from kvcore.tiers.remote.peer.messages import Lease, Leased
-from kvcore.tiers.remote.peer.store import PeerOptions, PeerStore
+from kvcore.tiers.remote.peer.options import PeerOptions
+from kvcore.tiers.remote.peer.store import PeerStore
 from kvcore_devtools.servers import free_port, stand_still
 
 __all__ = ["PATIENCE_S", "PeerNode", "address"]
