@@ -34,7 +34,7 @@ BUILD_LOCK = DEPLOY / "requirements-build.txt"
 VLLM = "0.32.0"
 """The version in deploy/Dockerfile's image. Its requirements limit the versions in the lock."""
 
-EXTRAS = ("encryption", "etcd", "events", "mooncake", "objects", "redis", "server", "spans")
+EXTRAS = ("etcd", "events", "mooncake", "objects", "redis", "server", "spans")
 """Extras whose requirements are in the lock. The others are for engines and development."""
 
 HEADER = "# Written by `make lock`: every file that pip may install, by its hash.\n"
