@@ -141,7 +141,8 @@ def test_media_without_end_take_no_memory_without_end(monkeypatch: pytest.Monkey
     known = identities()
     for number in range(9):
         known.of(request(picture(item(pixel_values=PIXELS + number), str(number))))
-    assert len(known._contents) == len(known._digests) == 3
+    assert len(known._contents) == 3
+    assert len(known._digests) <= 3
 
 
 # -- LoRA ----------------------------------------------------------------------------------------

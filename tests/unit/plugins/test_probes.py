@@ -226,6 +226,7 @@ def test_an_engine_that_is_not_there() -> None:
 # -- the engines' probes ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's sources")
 def test_every_interface_of_vllm_is_missed_when_it_is_renamed(tmp_path: Path) -> None:
     from kvcore_vllm.plugin import ENGINE as VLLM

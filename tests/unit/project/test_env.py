@@ -141,6 +141,7 @@ def test_vllm_s_cpu_build_gets_the_name_that_its_command_asks_for(
     assert not found.entry_points
 
 
+@pytest.mark.slow
 def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
     env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
     assert env.main([*command, "--check"]) == 1, "its base is not the one that it was made over"
 
 
+@pytest.mark.slow
 def test_a_layer_of_sglang_is_its_wheel_over_sglang_s_environment(
     env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
