@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-__all__ = ["unknown_writers", "written_pages"]
+    from kvcore.connector.page_table import PageUsers
+
+__all__ = ["readers_of", "unknown_writers", "written_pages"]
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
@@ -56,3 +59,12 @@ def written_pages(output: SchedulerOutput) -> set[int]:
     for groups in tables.values():
         written.update(itertools.chain.from_iterable(groups))
     return written
+
+
+def readers_of(users: PageUsers, output: SchedulerOutput, loaded: Iterable[int]) -> set[int]:
+    """Return the saves of ``users`` that read a page written by a step, or one of ``loaded``."""
+    readers, kind = set(users.graphs), cast("Any", type(output))
+    if readers and not unknown_writers(kind):
+        written = written_pages(output).union(loaded)
+        readers = {graph_id for _, saves in users.among(written) for graph_id in saves}
+    return readers

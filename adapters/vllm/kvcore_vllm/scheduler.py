@@ -24,7 +24,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.config import Config
@@ -44,8 +44,8 @@ from kvcore.model.keys import KeyChain
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import TransferGraph
-from kvcore_vllm.due import DueRequests
-from kvcore_vllm.fences import unknown_writers, written_pages
+from kvcore_vllm.due import DueRequests, decode_run
+from kvcore_vllm.fences import readers_of
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
@@ -64,8 +64,6 @@ _log = logging.getLogger("kvcore.vllm.scheduler")
 
 NULL_PAGE = 0
 """vLLM's number for a page that a sliding-window group has dropped."""
-RUN_TOKENS = 256
-"""Generated tokens of a request that are saved together. Each save costs the leader some 0.1 ms."""
 
 
 class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
@@ -103,9 +101,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._events: list[Event] = []
         self._requests: dict[str, Tracked] = {}
         self._due = DueRequests()
-        # Blocks of generated tokens that are saved together. If pages leave a window, each block is
-        # saved at once.
-        self._decode_run = max(RUN_TOKENS // self._block, 1) if model.single_group else 1
+        self._decode_run = decode_run(self._block, model.single_group)
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
         self._epoch = 0  # changes of weights that workers have reported
@@ -434,11 +430,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
         loaded, self._load_pages = self._load_pages, []
-        ids, kind = set(self._users.graphs), cast("Any", type(output))
-        if ids and not unknown_writers(kind):
-            written = written_pages(output).union(loaded)
-            ids = {graph_id for _, saves in self._users.among(written) for graph_id in saves}
-        return sorted(ids - {graph.graph_id for graph in plan.late_saves})
+        own = {graph.graph_id for graph in plan.late_saves}
+        return sorted(readers_of(self._users, output, loaded) - own)
 
     def _computed_tokens(self, request_id: str) -> int:
         tracked = self._requests.get(request_id)
@@ -600,9 +593,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         return tracked
 
     def _hash(self, tracked: Tracked) -> None:
-        known = tracked.request.num_tokens
         done = tracked.chain.num_tokens
-        if known > done:
+        if tracked.request.num_tokens > done:
             extras = tracked.extras if done == 0 else ()
             tokens = tracked.request._all_token_ids
             tracked.chain.extend(tokens[done:] if done else tokens, extras)

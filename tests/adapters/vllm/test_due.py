@@ -22,7 +22,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
-from kvcore_vllm import scheduler
+from kvcore_vllm import due
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 from kvcore_vllm.messages import KVCoreWorkerMetadata
 from kvcore_vllm.scheduler import SchedulerSide
@@ -143,7 +143,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "RUN_TOKENS", RUN)
+    monkeypatch.setattr(due, "RUN_TOKENS", RUN)
 
 
 def test_only_requests_that_may_complete_a_block_are_looked_at() -> None:
@@ -189,7 +189,7 @@ def test_no_block_is_missed_whatever_is_scheduled(
     monkeypatch: pytest.MonkeyPatch, lag: int
 ) -> None:
     """Requests pause, resume, and get several tokens at once, as with speculation."""
-    monkeypatch.setattr(scheduler, "RUN_TOKENS", 0)
+    monkeypatch.setattr(due, "RUN_TOKENS", 0)
     engine = Engine(8)
     for step in range(150):
         tokens = {
