@@ -506,7 +506,9 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         self.leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
             self.leader.clear()
-        elif self._changed or not hooks.fit(hooks.WEIGHT_HOOKS):
+        elif self._changed or (
+            self._config.namespace.weights_change != "never" and not hooks.fit(hooks.WEIGHT_HOOKS)
+        ):
             # What was computed since the change may mix both weights, so the mark is drawn anew.
             self.leader.renew()
         self._changed = False
