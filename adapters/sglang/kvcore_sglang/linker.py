@@ -507,7 +507,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         if not self._config.sglang.keep_on_flush:
             self.leader.clear()
         elif self._changed or (
-            self._config.namespace.weights_change != "never" and not hooks.fit(hooks.WEIGHT_HOOKS)
+            not hooks.fit(hooks.WEIGHT_HOOKS) and self._config.namespace.weights_change != "never"
         ):
             # What was computed since the change may mix both weights, so the mark is drawn anew.
             self.leader.renew()
