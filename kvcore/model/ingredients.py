@@ -258,9 +258,10 @@ OTHER = (
     Ingredient(
         "weights in place",
         "weights that changed after the engine had started",
-        "alone after a reset of the external cache",
-        "alone after a flush or an update of the weights, in HiCache's storage too",
-        "alone with `ray_worker_extension_cls`, through which they change",
+        "alone after a reset of the external cache, and after a reload that the workers see",
+        "alone after an update of the weights, in HiCache's storage too",
+        "runs untouched with `ray_worker_extension_cls`, through which they change, unless "
+        '`namespace.weights_change` is "never"',
     ),
     Ingredient(
         "prompt embeddings",

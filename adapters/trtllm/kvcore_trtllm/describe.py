@@ -106,12 +106,13 @@ def check_weights(llm_args: Any, weights_change: str) -> None:
     given = []
     if weights_change == "any_time":
         given.append('namespace.weights_change = "any_time"')
-    if extension := getattr(llm_args, "ray_worker_extension_cls", None):
+    extension = getattr(llm_args, "ray_worker_extension_cls", None)
+    if extension and weights_change != "never":
         given.append(f"ray_worker_extension_cls = {extension!r}")
     if given:
         raise UnsupportedError(
             f"{' and '.join(given)}: weights may be changed in place, and TensorRT-LLM tells no "
-            "connector; kvcore serves engines whose weights stay"
+            'connector; if they stay, set namespace.weights_change to "never"'
         )
 
 

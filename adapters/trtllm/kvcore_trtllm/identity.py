@@ -170,8 +170,6 @@ def _unseen(llm_args: Any) -> list[str]:
         found.append("weights by checkpoint_format='MX' come from another engine: use 'HF'")
     if getattr(llm_args, "checkpoint_loader", None) is not None:
         found.append("checkpoint_loader: a loader of its own may give other weights than the files")
-    if (name := getattr(llm_args, "ray_worker_extension_cls", None)) is not None:
-        found.append(f"ray_worker_extension_cls={name!r} may change the weights in place")
     return found
 
 

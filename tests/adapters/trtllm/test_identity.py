@@ -144,7 +144,6 @@ def test_of_the_engines_own_arguments_those_off_their_defaults_count() -> None:
         ({"load_format": LoadFormat.GMS}, "load_format='gms'"),
         ({"checkpoint_format": "MX"}, "another engine"),
         ({"checkpoint_loader": object()}, "checkpoint_loader"),
-        ({"ray_worker_extension_cls": "rlhf_utils.WorkerExtension"}, "in place"),
     ],
 )
 def test_weights_that_the_files_do_not_tell_are_alone(

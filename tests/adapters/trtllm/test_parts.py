@@ -61,6 +61,7 @@ def test_weights_that_change_in_place_are_refused(
 ) -> None:
     """TensorRT-LLM resets its own cache after a change, and no connector learns of it."""
     check_weights(args(), "on_reset")
+    check_weights(args(ray_worker_extension_cls="mine.Extension"), "never")
     with pytest.raises(UnsupportedError, match=named):
         check_weights(args(**change), weights_change)
 
