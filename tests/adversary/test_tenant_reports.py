@@ -105,7 +105,7 @@ def test_a_clients_record_is_the_same_whatever_others_do() -> None:
     ("options", "admitted"),
     [
         ({}, {7801, 7864}),
-        ({"listen": "0.0.0.0:9000"}, {9000, 9063}),
+        ({"listen": "0.0.0.0:9000", "trusted_network": True}, {9000, 9063}),
         ({"guest_ports": "6379"}, {6379}),
         ({"guest_ports": "22-80"}, {22, 80}),
     ],

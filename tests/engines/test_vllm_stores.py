@@ -94,7 +94,7 @@ def test_a_prompt_in_a_store_is_found_at_the_second_lookup(
     side = make_side(name)
     tokens = list(range(1, 101))
     one = request(tokens)
-    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    chain = KeyChain(side.namespaces.of(), MODEL.shape.block_tokens)
     fill(name, chain.extend(tokens)[:5])
     assert side.get_num_new_matched_tokens(one, 0) == (None, False)
     answer = looked_up(side, one)
@@ -108,7 +108,7 @@ def test_a_prompt_that_was_promised_waits_for_its_blocks(make_side: Callable[...
     name = uuid.uuid4().hex
     side = make_side(name)
     one = request(tokens)
-    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    chain = KeyChain(side.namespaces.of(), MODEL.shape.block_tokens)
     keys = chain.extend(tokens)
     assert looked_up(side, request(tokens)) == (0, False), "without it, what is not there is not"
     one.request_id = "promised"
@@ -127,7 +127,7 @@ def test_a_promise_that_was_not_kept_is_not_waited_for_again(
     side = make_side(uuid.uuid4().hex, promise_s=0.1)
     tokens = list(range(1, 101))
     one = request(tokens)
-    chain = KeyChain(side._namespace(one), MODEL.shape.block_tokens)
+    chain = KeyChain(side.namespaces.of(), MODEL.shape.block_tokens)
     chain.extend(tokens)
     one.kv_transfer_params = {"kvcore": {"promise": promised(chain, 6, HAS_ALL)}}
     assert looked_up(side, one) == (0, False)
