@@ -18,13 +18,14 @@ _WITHOUT_FOLDER = (
 
 
 def module_command(
-    module: str, python: str = sys.executable, version: tuple[int, ...] = sys.version_info[:2]
+    module: str, python: str = "", version: tuple[int, ...] = sys.version_info[:2]
 ) -> list[str]:
     """Return the start of a command line that runs ``module``; its arguments may follow.
 
-    ``version`` is that of ``python``. Processes that the module starts itself by the same
+    ``python`` is by default this interpreter, and ``version`` is that of ``python``. Processes that the module starts itself by the same
     interpreter look in the current folder again before 3.11.
     """
+    python = python or sys.executable
     if version >= (3, 11):
         return [python, "-P", "-m", module]
     return [python, "-c", _WITHOUT_FOLDER, module]
