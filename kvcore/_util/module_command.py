@@ -22,8 +22,8 @@ def module_command(
 ) -> list[str]:
     """Return the start of a command line that runs ``module``; its arguments may follow.
 
-    ``python`` is by default this interpreter, and ``version`` is that of ``python``. Processes that the module starts itself by the same
-    interpreter look in the current folder again before 3.11.
+    ``python`` is by default this interpreter, and ``version`` is that of ``python``. Processes that
+    the module starts itself by the same interpreter look in the current folder again before 3.11.
     """
     python = python or sys.executable
     if version >= (3, 11):
