@@ -312,7 +312,7 @@ def test_an_engines_own_socket_takes_the_same_orders(
         ordered(serving, own, o.PinBlocks(parse_where(["tenant=eve"])))
     written = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     ended = [(line["order"], line["state"]) for line in written if line["state"] != "begun"]
-    assert ended == [("move", "done"), ("move", "done"), ("clear", "done"), ("pin", "refused")]
+    assert ended == [("move", "done"), ("move", "done"), ("clear", "refused"), ("pin", "refused")]
     assert {line["who"] for line in written} == {ME}
 
 
