@@ -49,7 +49,8 @@ class StepReport(msgspec.Struct, array_like=True):
         forwards: (number, seconds) of the forwards that a plan asked to time.
         profile: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
             rows. Sent once.
-        weights: the changes of the model's weights in place.
+        weights: the number of the first plan that runs with the model's weights as they are now;
+            0 if they were never changed in place.
     """
 
     reports: list[OpReport] = []

@@ -25,16 +25,19 @@ ANSWER = 12
 
 
 class History:
-    """Requests to one engine, whose own prefix cache is empty before each."""
+    """Requests to one engine, whose own prefix cache is emptied before each unless it is kept."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver, self.engine = driver, driver._engine
         self._count = 0
 
-    async def ask(self, tokens: list[int], salt: str | None = None) -> dict[str, Any]:
+    async def ask(
+        self, tokens: list[int], salt: str | None = None, *, keep: bool = False
+    ) -> dict[str, Any]:
         """Return the answer's tokens, and how many tokens of the prompt came from kvcore."""
         await self.driver.settle(1.0)
-        await self.driver.reset_prefix_cache(False, 30.0)
+        if not keep:
+            await self.driver.reset_prefix_cache(False, 30.0)
         self._count += 1
         prompt = Prompt(tokens, ANSWER, f"r{self._count}", None, True, salt, False, *(None,) * 4)
         reply = await self.driver.answer(prompt)
@@ -62,15 +65,22 @@ async def pauses(history: History, text: list[int]) -> dict[str, Any]:
 
 
 async def updates(history: History, text: list[int], other: str, how: str) -> dict[str, Any]:
-    """Weights are changed in place, and no cache is reset."""
+    """Weights are changed in place, and no cache is reset.
+
+    Then a request goes on from KV of the old weights, in vLLM's own prefix cache.
+    """
+    start = text[: len(text) // 2]
     first = await history.ask(text)
     again = await history.ask(text)
+    await history.ask(start)
     await history.engine.pause_generation(mode="keep", clear_cache=False)
     if how == "reload_weights":
         await history.engine.collective_rpc("reload_weights", kwargs={"weights_path": other})
     else:
         await history.engine.collective_rpc("kvcore_load", args=(other,))
     await history.engine.resume_generation()
+    await history.ask(text[-20:], keep=True)  # the leader learns of the change
+    await history.ask(text, keep=True)
     changed = await history.ask(text)
     right = await history.ask(text, salt=f"fresh {how}")
     later = await history.ask(text)

@@ -67,9 +67,9 @@ class LeaderRig:
             self.index.lifecycle.reserve("disk", self.chain.keys, 0, 25, self.space)
         )
 
-    def ask(self, name: str) -> Any:
+    def ask(self, name: str, computed: int = 0) -> Any:
         asked = self.requests.setdefault(name, request(name))
-        return self.side.get_num_new_matched_tokens(asked, 0)
+        return self.side.get_num_new_matched_tokens(asked, computed)
 
     def load(self, name: str) -> TransferGraph:
         """Take up the offer as vLLM does, and return the graph of the load."""

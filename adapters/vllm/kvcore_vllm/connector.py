@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -273,6 +274,11 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None if report is None else KVCoreWorkerMetadata([report])
 
     # -- scheduler --------------------------------------------------------------------------
+
+    @guarded(None)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if self._scheduler is not None:
+            self._scheduler.watch(gpu_block_pool)
 
     @guarded((0, False))
     def get_num_new_matched_tokens(

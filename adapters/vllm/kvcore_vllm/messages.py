@@ -32,8 +32,8 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     ``early_saves`` read pages that this same step may give to another request. ``late_saves`` read
     what this step's forward computes. ``fetches`` read blocks into host memory. ``spills`` write
     blocks from there to lower tiers. ``empty_step`` is True if nothing is computed. ``timed`` is a
-    number under which the forward's seconds are reported; 0 asks for none. ``epoch`` counts the
-    changes of weights that the leader knows of.
+    number under which the forward's seconds are reported; 0 asks for none. ``number`` counts the
+    plans from 1 on. ``weights`` is the last `StepReport.weights` that the leader knows of.
     """
 
     fence: list[int] = []
@@ -48,7 +48,8 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     empty_step: bool = False
     timed: int = 0
     unfilled: list[int] = []
-    epoch: int = 0
+    number: int = 0
+    weights: int = 0
 
 
 class KVCoreMetadata(PlanMetadata[StepPlan], KVConnectorMetadata):

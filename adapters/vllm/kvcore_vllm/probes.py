@@ -192,6 +192,12 @@ PROBES = (
         ),
     ),
     Probe(
+        "prefix cache",
+        "to know whether vLLM's own cache still holds KV of weights from before a change",
+        (Fields("vllm.v1.core.block_pool:BlockPool", "cached_block_hash_to_block"),),
+        without="after weights were changed in place, what goes on from that cache is not saved",
+    ),
+    Probe(
         "pages",
         "to know the layout of a page and which layers share one",
         (

@@ -50,11 +50,13 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler,
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
+from kvcore_vllm.prefix_cache import PrefixCacheAge
 from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.tracked import Offer, Tracked
 from kvcore_vllm.unsent import failing_plan, take_saves, withdraw
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -104,7 +106,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._decode_run = decode_run(self._block, model.single_group)
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
-        self._epoch = 0  # changes of weights that workers have reported
+        self._number = 0  # of the last plan
+        self._weights = 0  # the first plan with these weights, if they were changed in place
+        self._prefixes = PrefixCacheAge()
         self._policy = policy
         self._handover = handover or Handover(
             None, settings.promise_s, self.manager, Clients(config)
@@ -123,6 +127,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if tracked is None:
             return 0, False
         tracked.offer = tracked.count_miss = None
+        if computed and self._prefixes.since(self._number + 1) < self._weights:
+            tracked.may_save = False  # it goes on from KV of earlier weights
         if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         self._hash(tracked)
@@ -361,7 +367,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             if tracked is not None and tracked.may_save and not self.disabled:
                 self._save_computed(tracked, output)
         plan = self._plan
-        plan.epoch = self._epoch
+        self._stamp(plan)
         spills, plan.cancel, plan.forget = self._outbox.take()
         plan.spills += spills
         plan.fence = self._fences(plan, output)
@@ -379,12 +385,18 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def last_plan(self) -> KVCoreMetadata:
         """Return a plan in place of one that could not be made. It fails what was promised."""
+        self._stamp(self._plan)
         plan, unsent = failing_plan(self._plan, self._users.graphs, self._paging.pages_of)
         self._plan = StepPlan()
         metadata = KVCoreMetadata.of(plan)
         with contextlib.suppress(KVCoreError):  # kvcore has stopped: its books serve nobody
             self._end_unsent(unsent)
         return metadata
+
+    def _stamp(self, plan: StepPlan) -> None:
+        self._number += 1
+        plan.number, plan.weights = self._number, self._weights
+        self._prefixes.since(self._number)
 
     def _scheduled(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
         """Return (tokens of this step, request) for each scheduled request."""
@@ -456,9 +468,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _take_report(self, ranks: StepReport) -> None:
         self.metrics.absorb(ranks.counted)
-        if ranks.weights:
+        if ranks.weights > self._weights:
             _log.warning("weights were changed in place: KV from before is not found any more")
-            self._epoch += 1
+            self._weights = ranks.weights
             self.renew()
         if self._policy is not None:
             self._policy.learn(ranks.profile, ranks.forwards, ranks.counted)
@@ -537,6 +549,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self.disable(why, error)
         with contextlib.suppress(KVCoreError):
             self._end_unsent(take_saves(self._plan))
+
+    def watch(self, pool: BlockPool) -> None:
+        """Learn from ``pool``, vLLM's pages, whether its prefix cache was emptied."""
+        self._prefixes = PrefixCacheAge(pool)
 
     def reset(self) -> None:
         """Follow a reset of vLLM's cache, as ``vllm.keep_on_reset`` and ``weights_change`` say."""

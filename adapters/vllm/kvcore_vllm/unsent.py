@@ -58,6 +58,7 @@ def failing_plan(
         failed_loads=[*made.failed_loads, *dict.fromkeys(lost)],
         unfilled=[*made.unfilled, *unfilled],
         empty_step=made.empty_step,
-        epoch=made.epoch,
+        number=made.number,
+        weights=made.weights,
     )
     return plan, unsent

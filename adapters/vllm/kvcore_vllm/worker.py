@@ -56,20 +56,20 @@ class WorkerConnector(StepWorker[str]):
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
         self._tainted = False  # a sync load of this step has failed
-        self._epoch = self._needed = 0  # the last plan's epoch, and the first with these weights
-        self._changes = 0
+        self._number = 0  # of the last plan
+        self._weights = self._told_weights = 0  # the first plan with these weights, if they changed
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Start the work that precedes this step's forward. Blocks on fences only."""
-        self._plan, self._epoch = plan, plan.epoch
+        self._plan, self._number = plan, plan.number
         self._tend_tiers(plan)
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
         self._bad_pages.update(plan.unfilled)
         self._tainted = bool(plan.unfilled)
-        if plan.epoch < self._needed:
+        if plan.weights < self._weights:
             self._decline(plan)
         for graph in plan.early_saves:
             self._submit(graph)
@@ -114,8 +114,7 @@ class WorkerConnector(StepWorker[str]):
         The leader learns of it with the next report. What it plans before that loads and saves
         nothing.
         """
-        self._needed = self._epoch + 1
-        self._changes += 1
+        self._weights = self._number + 1
 
     def blend(self) -> None:
         """Carry out the step's blends. Blocks. Does nothing the second time in a step.
@@ -210,10 +209,10 @@ class WorkerConnector(StepWorker[str]):
         reports = self._take_reports()
         blends, self._made = self._made, []
         forwards, profile = self._clock.take(), self.take_profile()
-        changes, self._changes = self._changes, 0
-        if not (reports or blends or forwards or profile or changes):
+        changed, self._told_weights = self._weights > self._told_weights, self._weights
+        if not (reports or blends or forwards or profile or changed):
             return None
-        return StepReport(reports, self.metrics.delta(), blends, forwards, profile, changes)
+        return StepReport(reports, self.metrics.delta(), blends, forwards, profile, self._weights)
 
     def _ended(self, load: Load[str]) -> None:
         if load.request_id is not None:

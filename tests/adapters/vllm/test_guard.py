@@ -296,7 +296,10 @@ def test_a_plan_from_before_a_change_of_weights_loads_and_saves_nothing(
     guard = WorkerGuard(worker)
     guard.weights_changed()
     plan = StepPlan(
-        async_loads=[("r", load_graph(1))], sync_loads=[load_graph(2)], late_saves=[load_graph(3)]
+        async_loads=[("r", load_graph(1))],
+        sync_loads=[load_graph(2)],
+        late_saves=[load_graph(3)],
+        number=1,
     )
     finished, failed, pages, report = step(guard, plan)
     assert (finished, failed, pages) == ({"r"}, {"r"}, {2})
@@ -304,7 +307,7 @@ def test_a_plan_from_before_a_change_of_weights_loads_and_saves_nothing(
     assert report.weights == 1
     assert all(RowError.REFUSED not in op.failed.values() for op in report.reports)
     scripted.on_wait = lambda: scripted.end_once(after.sync_loads[0])
-    after = StepPlan(sync_loads=[load_graph(4)], late_saves=[load_graph(5)], epoch=1)
+    after = StepPlan(sync_loads=[load_graph(4)], late_saves=[load_graph(5)], number=2, weights=1)
     *_, pages, _ = step(guard, after)
     assert pages == set()
     assert scripted.submitted == [4, 5]
@@ -321,8 +324,82 @@ def test_the_leader_finds_nothing_from_before_a_change_of_weights() -> None:
     connector.update_connector_output(output)
     assert rig.ask("r") == (0, False)
     assert rig.ask("new") == (0, False)
-    assert plan_of(connector).epoch == 1
+    assert plan_of(connector).weights == 1
     assert rig.index.num_used("disk") == 25, "it is others'"
+
+
+def test_a_second_change_of_weights_before_the_leader_knows_of_the_first_is_told_too(
+    worker: WorkerConnector, scripted: ScriptedWorker
+) -> None:
+    """Plans are under way when the weights change: what they were made for is of other weights."""
+    rig, guard = LeaderRig(), WorkerGuard(worker)
+    connector = connector_of(rig)
+
+    def carry_out(plan: StepPlan) -> Any:
+        plan.late_saves = [load_graph(plan.number)]
+        *_, report = step(guard, plan)
+        return report
+
+    def tell(report: Any) -> None:
+        output = KVConnectorOutput()
+        output.kv_connector_worker_meta = kvcore_vllm.connector.KVCoreWorkerMetadata([report])
+        connector.update_connector_output(output)
+
+    first, second = plan_of(connector), plan_of(connector)
+    guard.weights_changed()
+    told = carry_out(first)
+    guard.weights_changed()  # before the leader has heard of the first change
+    tell(told)
+    third = plan_of(connector)
+    tell(carry_out(second))
+    carry_out(third)
+    assert scripted.submitted == [], "a plan from before the second change"
+    fourth = plan_of(connector)
+    carry_out(fourth)
+    assert scripted.submitted == [fourth.number]
+
+
+class Pool:
+    """vLLM's pages, as far as their cache goes: a new map after each time it was emptied."""
+
+    def __init__(self) -> None:
+        self.empty()
+
+    def empty(self) -> None:
+        self.cached_block_hash_to_block: dict[str, int] = {}
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_what_goes_on_from_kv_of_earlier_weights_is_not_saved(emptied: bool, early: bool) -> None:
+    """vLLM's own prefix cache holds it until it is emptied, maybe before the leader knows."""
+    rig, pool = LeaderRig(), Pool()
+    connector = connector_of(rig)
+    connector.bind_gpu_block_pool(pool)  # type: ignore[arg-type]
+    ran = [plan_of(connector), plan_of(connector)][-1].number
+
+    def changed() -> None:
+        output = KVConnectorOutput()
+        output.kv_connector_worker_meta = kvcore_vllm.connector.KVCoreWorkerMetadata(
+            [kvcore_vllm.messages.StepReport(weights=ran + 1)]
+        )
+        connector.update_connector_output(output)
+
+    if not early:
+        changed()
+    if emptied:
+        pool.empty()
+    plan_of(connector)
+    if early:
+        changed()
+    rig.ask("new")
+    rig.ask("goes on", 32)
+    assert rig.side._requests["new"].may_save
+    assert rig.side._requests["goes on"].may_save is emptied
+    plan_of(connector)
+    pool.empty()
+    rig.ask("later", 32)
+    assert rig.side._requests["later"].may_save
 
 
 @pytest.mark.parametrize(
