@@ -31,10 +31,10 @@ that an earlier record contains are ignored.
 A record is dead when all its blocks are forgotten. When more than half of the file is dead, or when
 a namespace is cleared, the live records are copied to ``<name>.new``, which then replaces the file.
 
-The file contains the users' text, so its mode is 0600, and it is not opened through a symbolic link
-or as another user's. The writer holds a lock (flock) on it; other
-processes may read it. It is synced to the medium when it is compacted and when it is closed. After
-a power cut the checksums show which records are whole.
+The file contains the users' text, so its mode is 0600. It is not opened if it is a symbolic link or
+belongs to another user. The writer holds a lock (flock) on it; other processes may read it. It is
+synced to the medium when it is compacted and when it is closed. After a power cut the checksums
+show which records are whole.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ MAX_WARNED = 64
 BATCH = 64
 """Messages answered before transfers and sessions get their turn."""
 LIMITS = Limits(connections=1024, message=MAX_MESSAGE)
-"""Of clients over TCP. Those without keys get no further than the handshake, of 4 KiB."""
+"""What clients over TCP may open and send. One without keys may send a handshake of 4 KiB."""
 
 
 class Server:

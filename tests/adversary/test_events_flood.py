@@ -119,7 +119,7 @@ def test_those_who_ask_at_once_share_a_snapshot(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_slow_replay_ends_where_the_history_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has not read is not kept for it, and half an answer is not taken for a whole one."""
+    """The publisher keeps nothing for a slow client, which sees that its answer is cut."""
     outlet = _Outlet()
     pacing = Pacing(history_bytes=100_000)
     feed = Feed(pacing.queue_blocks, lambda: {"host": (b"", b"")})

@@ -82,7 +82,7 @@ def test_requests_without_a_salt_are_those_of_the_default_tenant() -> None:
 
 
 def test_a_clients_record_is_the_same_whatever_others_do() -> None:
-    """Who sent the text before, when it was evicted, how busy the engine is: not for clients."""
+    """Clients learn neither who sent the text before nor when it was evicted."""
     causes = (
         Miss(Cause.NEVER_SEEN),
         Miss(Cause.EVICTED, "host", 3.25),

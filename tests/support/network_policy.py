@@ -1,6 +1,6 @@
-"""Who reaches whom under a set of Kubernetes network policies, by the rules of their specification.
+"""Tells which pods a set of Kubernetes network policies lets connect, by their specification.
 
-A connection needs the leave of both ends: a policy that selects the sender must allow it under
+Both ends must allow a connection: a policy that selects the sender must allow it under
 `egress`, and one that selects the receiver under `ingress`. An end that no policy selects is open.
 """
 

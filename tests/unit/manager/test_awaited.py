@@ -1,4 +1,4 @@
-"""Which graphs an idle engine goes on with its steps for. A pause or a sleep waits for them."""
+"""An idle engine goes on with its steps for some graphs only; a pause waits for those."""
 
 from __future__ import annotations
 
