@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import os
 import platform
 import struct
@@ -33,8 +32,11 @@ from kvcore.tiers.disk.io import (
 )
 
 DEPTH = 512
-"""The most moves under way in a call: enough to keep the device busy while this thread waits for a
-core."""
+"""The most moves under way in a call."""
+_BUSY_MOVES, _BUSY_NBYTES = 8, 2 << 20
+"""As many moves, and as many bytes, keep a device busy while this thread waits for a core. No more
+are under way: a device that shares its rate among all of them ends them all at once, and then
+nothing is left to read while their checksums are verified."""
 _AT_ONCE = 32
 """The most ended moves that are handled before the queue is filled up again."""
 
@@ -175,6 +177,7 @@ class _Batch:
         self.left: list[Move] = []
         self._write = write
         self._next = 0
+        self._nbytes = 0  # of the moves under way
         self._under_way: dict[int, tuple[Move, object]] = {}
         """Moves by our own number, with the memory besides their buffers that the kernel reads."""
 
@@ -203,19 +206,28 @@ class _Batch:
 
     def _wait(self) -> list[tuple[Move, int]]:
         """Return (move, the kernel's result) of some moves that have ended. Blocks."""
-        ended = self._context.wait()
-        return [(self._under_way.pop(number)[0], result) for number, result in ended]
+        ended = [(self._under_way.pop(n)[0], result) for n, result in self._context.wait()]
+        self._nbytes -= sum(nbytes_of(move.buffers) for move, _ in ended)
+        return ended
 
     def _fill(self) -> list[tuple[int, Outcome]]:
         """Start moves until the queue is full or none is left. Return those that did not start."""
         failed: list[tuple[int, Outcome]] = []
-        while len(self._under_way) < DEPTH:
-            room = min(_AT_ONCE, DEPTH - len(self._under_way))
-            some = [self._prepare(move) for move in itertools.islice(self._moves, room)]
-            if not some:
-                break
+        while some := [self._prepare(move) for move in self._next_moves()]:
             failed += self._start(some)
         return failed
+
+    def _next_moves(self) -> Iterator[Move]:
+        """Yield at most `_AT_ONCE` moves for which there is room."""
+        count, nbytes = len(self._under_way), self._nbytes
+        for _ in range(_AT_ONCE):
+            if count >= DEPTH or (count >= _BUSY_MOVES and nbytes >= _BUSY_NBYTES):
+                return
+            move = next(self._moves, None)
+            if move is None:
+                return
+            count, nbytes = count + 1, nbytes + nbytes_of(move.buffers)
+            yield move
 
     def _start(self, prepared: list[_Prepared]) -> list[tuple[int, Outcome]]:
         failed: list[tuple[int, Outcome]] = []
@@ -226,6 +238,7 @@ class _Batch:
                 failed.append((prepared.pop(0).move.tag, error))
                 continue
             self._under_way.update((p.number, (p.move, p.held)) for p in prepared[:started])
+            self._nbytes += sum(nbytes_of(p.move.buffers) for p in prepared[:started])
             prepared = prepared[started:]
         return failed
 
