@@ -29,6 +29,7 @@ from kvcore.harness.compare import (
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.models import tiny_lora, tiny_vision_model
 from kvcore.harness.prompts import mixed, windows
+from kvcore_devtools.servers import need_client, redis_like, servers
 
 pytestmark = pytest.mark.engine
 
@@ -79,7 +80,18 @@ def test_eight_bit_formats_never_read_each_others_kv(
 def test_runs_that_differ_in_one_setting_find_nothing_of_each_other(
     model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
-    """Over one disk folder. A request under its own salt gives the tokens of an empty cache."""
+    """Over one disk folder and one store. What a request under its own salt gives is right."""
+    need_client("redis")
+    with servers(tmp_path) as start:
+        url = f"redis://127.0.0.1:{start(redis_like('redis-server')).port}/0"
+        options = {"url": url, "lookup_s": 60.0, "timeout_s": 60.0}
+        far = {"plugin": "redis", "capacity": "512MiB", "options": options}
+        _differ_in_one_setting(model, documents, tmp_path, {"tiers": {"far": far}})
+
+
+def _differ_in_one_setting(
+    model: Path, documents: list[list[int]], tmp_path: Path, store: dict[str, Any]
+) -> None:
     other = tmp_path / "edited"
     shutil.copytree(model, other)
     [file] = other.glob("*.safetensors")
@@ -97,26 +109,27 @@ def test_runs_that_differ_in_one_setting_find_nothing_of_each_other(
         (other, {}, [None]),
         (model, lora, [None, *adapters]),
         (model, {}, [None]),
+        (model, {}, [None]),
     ]
-    kvcore = HOST | {"disk": {"path": str(tmp_path / "kv"), "capacity": "512MiB"}}
+    disk = {"disk": {"path": str(tmp_path / "kv"), "capacity": "512MiB"}}
     kinds, alone = set(), []
     for number, (folder, settings, choices) in enumerate(runs):
-        with engine(folder, kvcore, **settings) as process:
+        tier = "far" if number == 5 else "disk"
+        with engine(folder, HOST | store | (disk if tier == "disk" else {}), **settings) as process:
             for choice in choices:
                 salt = f"{number} {choice}"
                 expected = answers(process, documents[:2], lora=choice, cache_salt=salt)
                 got = answers(process, documents[:2], lora=choice)
                 assert_same_answers(got, expected)
-                reused = [answer.tiers.get("disk", 0) for answer in got]
-                assert (min(reused) > 200) if number == 4 else (max(reused) == 0), (
-                    settings,
-                    choice,
-                )
+                if number < 4:
+                    assert not any(answer.reused_tokens for answer in got), (settings, choice)
+                else:
+                    assert min(answer.tiers.get(tier, 0) for answer in got) > 200
                 kinds.add(str([answer.token_ids for answer in expected]))
             settle_and_empty(process)
             alone.append("not found after a restart" in process.log.read_text())
     assert len(kinds) == 6, "a setting changes no answer"
-    assert alone == [True, False, False, False, False]
+    assert alone == [True, False, False, False, False, False]
 
 
 def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path) -> None:
