@@ -138,7 +138,8 @@ class SGLangContest(Contest):
                 _await_files(Path(folder))
                 self.ask(process, PEER_HOST, self.forget)
             with self._hicache(folder) as process:
-                self.ask(process, PEER_FILE, _drop_page_cache)
+                # A dry run leaves the memory of whatever else runs here alone.
+                self.ask(process, PEER_FILE, None if self.options.dry_run else _drop_page_cache)
 
     @contextmanager
     def _hicache(self, folder: str) -> Iterator[EngineProcess]:
