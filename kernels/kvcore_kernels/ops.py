@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.launch import copy_units
+from kvcore_kernels.planes import kernel_device
 from kvcore_kernels.sums.launch import sums
 
 __all__ = ["TritonOps"]
@@ -26,10 +28,9 @@ class TritonOps(DeviceOps):
     priority: ClassVar[int] = 20
 
     def supports(self, src: KVView, dst: KVView) -> bool:
-        """Return True if all memory is one GPU's or pinned, and some of it is the GPU's."""
-        tensors = [*src.tensors, *dst.tensors]
-        devices = {t.device for t in tensors if t.device.type == "cuda"}
-        return len(devices) == 1 and all(_reachable(t) for t in tensors)
+        """Return True if kernels of the GPU that holds some of the memory reach all of it."""
+        device = device_of(kernel_device((src, dst)))
+        return device.queues and all(map(device.reaches, (*src.tensors, *dst.tensors)))
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         """Compute checksums in one launch. Offsets must be multiples of 16."""
@@ -46,7 +47,3 @@ class TritonOps(DeviceOps):
         heads: HeadRange,
     ) -> None:
         copy_units(src, src_units, dst, dst_units, layers, unit_tokens, heads)
-
-
-def _reachable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cuda" or (tensor.device.type == "cpu" and tensor.is_pinned())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvcore.memory.copy.base import plane_rows
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView
 
 __all__ = [
@@ -19,9 +20,9 @@ __all__ = [
     "PlaneTable",
     "Words",
     "common_width",
-    "device_of",
     "guard",
     "is_contiguous",
+    "kernel_device",
     "plane_table",
     "power_of_two",
     "to_device",
@@ -110,7 +111,7 @@ def _in_words(table: PlaneTable, factor: int) -> PlaneTable:
     return PlaneTable(rows, table.cut)
 
 
-def device_of(views: Sequence[KVView]) -> torch.device:
+def kernel_device(views: Sequence[KVView]) -> torch.device:
     """Return the device of a kernel over these views: the GPU of any of them, else the CPU."""
     devices = [tensor.device for view in views for tensor in view.tensors]
     return next((device for device in devices if device.type != "cpu"), devices[0])
@@ -118,14 +119,12 @@ def device_of(views: Sequence[KVView]) -> torch.device:
 
 def guard(device: torch.device) -> AbstractContextManager[object]:
     """Make ``device`` current, because Triton launches on the current device's current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return device_of(device).current()
 
 
 def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays of one dtype to ``device``, flat, in one copy that the host does not wait for."""
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+    flat = device_of(device).upload(np.concatenate([a.ravel() for a in arrays]))
     return list(torch.split(flat, [array.size for array in arrays]))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import torch
+from kvcore.memory.device import Device, Event
 
 __all__ = ["ForwardTimer"]
 
@@ -21,11 +20,10 @@ class ForwardTimer(Generic[_T]):
     have passed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._running: tuple[_T, Any] | None = None
-        self._ended: deque[tuple[_T, Any, Any]] = deque()
+        self._running: tuple[_T, Event] | None = None
+        self._ended: deque[tuple[_T, Event, Event]] = deque()
 
     def start(self, what: _T) -> None:
         """Start timing a forward, labelled ``what``. A forward that was not stopped is dropped."""
@@ -40,20 +38,10 @@ class ForwardTimer(Generic[_T]):
     def take(self) -> list[tuple[_T, float]]:
         """Return (label, seconds) of forwards that ended since the last call. Does not block."""
         done = []
-        while self._ended and self._is_over(self._ended[0][2]):
+        while self._ended and self._ended[0][2].passed():
             what, start, stop = self._ended.popleft()
-            done.append((what, self._seconds(start, stop)))
+            done.append((what, stop.since(start)))
         return done
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _is_over(self, mark: Any) -> bool:
-        return bool(mark.query()) if self._cuda else True
-
-    def _seconds(self, start: Any, stop: Any) -> float:
-        return float(start.elapsed_time(stop)) / 1e3 if self._cuda else float(stop - start)
+    def _now(self) -> Event:
+        return self._device.current_stream().record(timed=True)

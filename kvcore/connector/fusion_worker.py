@@ -215,8 +215,7 @@ class FusionWorker:
     def _seconds(self, rows: int) -> float:
         started = time.perf_counter()
         self._fusor.compute(torch.zeros(rows, dtype=torch.int64, device=self._device))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._worker.device.synchronize()
         return time.perf_counter() - started
 
     @torch.inference_mode()

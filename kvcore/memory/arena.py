@@ -7,9 +7,10 @@ import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, UnsupportedError
+from kvcore.memory.device import Device
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.memory.layout import Arrangement, KVLayout, arena_layout
 from kvcore.model.shape import BlockShape
@@ -25,8 +26,6 @@ CALM_S = 1.0
 """Seconds after the last use of memory before pre-faulting continues, unless only a quarter of the
 pre-faulted memory is left: page faults beside a forward pass cost its request more time than they
 save the next request."""
-
-_PINNED_SUCCESS = 0
 
 
 def slot_bytes(shape: BlockShape) -> int:
@@ -44,8 +43,9 @@ class HostArena:
     """``num_slots`` slots for blocks of ``shape``, allocated at first touch or pre-faulted.
 
     With ``huge_pages`` it requests huge pages (see `Pages`). The attribute ``huge_pages`` tells
-    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. With ``pin``
-    it is registered with CUDA; if the limit on locked memory forbids that, a warning is logged.
+    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. It is
+    registered with the device ``pin``, if one is given that queues work; if that fails, a warning
+    is logged.
     With ``prefault`` a thread asks the kernel for that many bytes beyond the slots used so far
     (`reach`), either while none is being used or once only a quarter of those bytes is left.
     ``pages`` is memory of exactly the arena's size to use instead of its own. Raises
@@ -59,7 +59,7 @@ class HostArena:
         *,
         arrangement: Arrangement | str = Arrangement.BLOCKWISE,
         huge_pages: bool = True,
-        pin: bool = False,
+        pin: Device | None = None,
         prefault: int = 0,
         pages: Pages | None = None,
     ) -> None:
@@ -76,7 +76,8 @@ class HostArena:
         self._pages = pages or Pages(self.nbytes, huge=huge_pages)
         self.huge_pages = self._pages.huge
         self._view = self._pages.view
-        self.pinned = pin and self._pin()
+        self._device = pin if pin is not None and pin.queues else None
+        self.pinned = self._device is not None and self._pin(self._device)
         self._ahead = -(-prefault // self.slot_nbytes)
         self._reached = 0  # slots before this one were used; later ones may be, too
         self._faulted = self.num_slots if self.pinned else 0
@@ -147,11 +148,8 @@ class HostArena:
         self._wake.set()
         if self._faulting is not None:
             self._faulting.join()
-        if self.pinned:
-            import torch
-
-            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostUnregister(self._pages.address)
+        if self.pinned and self._device is not None:
+            self._device.unregister(self._pages.address)
             self.pinned = False
         self._pages.close()
 
@@ -188,19 +186,16 @@ class HostArena:
         for first in range(0, self.shape.layers * self.num_slots, self.num_slots):
             yield (first + start) * layer, (first + stop) * layer
 
-    def _pin(self) -> bool:
-        import torch
-
-        if not torch.cuda.is_available():
-            return False
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(self._pages.address, self.nbytes, 0))
-        if code != _PINNED_SUCCESS:
+    def _pin(self, device: Device) -> bool:
+        try:
+            device.register(self._pages.address, self.nbytes)
+        except UnsupportedError as error:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             _log.warning(
-                "host memory is not pinned (CUDA error %d, locked-memory limit %s bytes): copies "
-                "to the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
-                code,
+                "host memory is not pinned (%s; locked-memory limit %s bytes): copies to the GPU "
+                "are slower; raise the limit (ulimit -l) or lower host.capacity",
+                error,
                 "unlimited" if soft == resource.RLIM_INFINITY else soft,
             )
-        return code == _PINNED_SUCCESS
+            return False
+        return True

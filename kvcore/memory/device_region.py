@@ -60,8 +60,7 @@ class DeviceRegion:
             ) from error
         skip = -whole.data_ptr() % PAGE
         self.tensor = whole[skip : skip + nbytes]
-        number = device.index if device.index is not None else torch.cuda.current_device()
-        self.memory = Memory(self.tensor.data_ptr(), nbytes, "VRAM", number)
+        self.memory = Memory(self.tensor.data_ptr(), nbytes, "VRAM", whole.device.index)
 
     def view(self) -> KVView:
         """Return the slots as canonical blocks, for copies."""

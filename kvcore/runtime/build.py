@@ -30,6 +30,7 @@ from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOptions, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.model.keys import pack_tokens
 from kvcore.model.spec import ModelDescription
@@ -372,7 +373,7 @@ def build_worker(
         host_slots(config, model).total if own else 1,
         arrangement=config.host.arrangement,
         huge_pages=config.host.huge_pages and own,
-        pin=config.host.pin and device.type == "cuda" and own,
+        pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,
     )
     metrics = Metrics(f"rank{rank}", enabled=config.metrics.enabled)

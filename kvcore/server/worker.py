@@ -113,11 +113,10 @@ class ServedWorker(KVWorker):
         self._link = Link(served.server)
         self._reads = _ServedRead(served, self._link, rank)
         super().__init__(reads=self._reads, pages=pages, **parts)
-        device = pages.device
         self._folder = folder_of(served.server)
         self._shape = model.shape
         self._part = model.part(rank)
-        self._pin = served.host.pin and device is not None and device.type == "cuda"
+        self._pin = self.device if served.host.pin else None
         self._held: SessionLock | None = None
         self._session = 0
         self._joining = threading.Lock()

@@ -20,7 +20,7 @@ from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
-from kvcore.worker.streams import Stream
+from kvcore.worker.streams import CopyStreams
 
 __all__ = ["DeviceCopy", "Failures", "StagedRead", "TierRead", "TierWrite"]
 
@@ -42,7 +42,7 @@ class DeviceCopy:
         groups: Sequence[DeviceGroup],
         arena: KVView,
         to_device: bool,
-        sync: Stream,
+        sync: CopyStreams,
         elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
     ) -> None:
@@ -138,7 +138,7 @@ class StagedRead:
     """
 
     def __init__(
-        self, tiers: Mapping[str, Tier], reads: StagedReads, sync: Stream, metrics: Metrics
+        self, tiers: Mapping[str, Tier], reads: StagedReads, sync: CopyStreams, metrics: Metrics
     ) -> None:
         self._tiers = tiers
         self._failures = Failures(metrics)

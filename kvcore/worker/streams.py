@@ -1,81 +1,44 @@
-"""The streams on which copies run: none on a CPU, CUDA streams on a GPU."""
+"""Orders copies with the engine's compute: each thread that copies has a stream of its own."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-if TYPE_CHECKING:
-    import torch
+from kvcore.memory.device import Device, Event, Stream
 
-__all__ = ["CudaStream", "Stream"]
+__all__ = ["CopyStreams"]
 
-_NOTHING = nullcontext()
 _MARKS_KEPT = 65536
 
 
-class Stream:
-    """Orders copies with the engine's compute.
+class CopyStreams:
+    """The streams of a worker's copies on ``device``. They wait for the engine as of `mark`."""
 
-    On a CPU the engine's forward has ended before it submits a graph, so there is nothing to order.
-    """
-
-    def mark(self, graph_id: int) -> None:
-        """Make the graph's copies wait for the engine's work submitted so far."""
-
-    def copying(self, graph_id: int) -> Any:
-        """Return a context in which copies are issued; on exit they have ended."""
-        return _NOTHING
-
-
-class CudaStream(Stream):
-    """A separate CUDA stream for copies in each thread.
-
-    It waits for the compute stream as of ``mark``.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._torch = torch
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._streams: dict[int, Any] = {}
-        self._marks: dict[int, Any] = {}
+        self._streams: dict[int, Stream] = {}
+        self._marks: dict[int, Event] = {}
 
     def mark(self, graph_id: int) -> None:
-        event = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._torch.cuda.current_stream(self._device))
-        self._marks[graph_id] = event
+        """Make the graph's copies wait for what this thread's stream has been given so far."""
+        if not self._device.queues:
+            return
+        self._marks[graph_id] = self._device.current_stream().record()
         while len(self._marks) > _MARKS_KEPT:  # ids ascend: the oldest graph ended long ago
             self._marks.pop(next(iter(self._marks)))
 
-    def copying(self, graph_id: int) -> Any:
-        return CudaCopying(self, graph_id)
-
-    def enter(self, graph_id: int) -> Any:
-        import threading
-
-        torch = self._torch
+    @contextmanager
+    def copying(self, graph_id: int) -> Iterator[None]:
+        """Issue copies in this block. At its end they have ended."""
         thread = threading.get_ident()
-        if thread not in self._streams:
-            torch.cuda.set_device(self._device)
-            self._streams[thread] = torch.cuda.Stream(self._device)
-        stream = self._streams[thread]
-        if (event := self._marks.get(graph_id)) is not None:
-            stream.wait_event(event)
-        context = torch.cuda.stream(stream)
-        context.__enter__()
-        return stream, context
-
-
-class CudaCopying:
-    def __init__(self, owner: CudaStream, graph_id: int) -> None:
-        self._owner = owner
-        self._graph_id = graph_id
-
-    def __enter__(self) -> None:
-        self._stream, self._context = self._owner.enter(self._graph_id)
-
-    def __exit__(self, *exc: object) -> None:
-        self._context.__exit__(*exc)
-        self._stream.synchronize()
+        stream = self._streams.get(thread)
+        if stream is None:
+            self._device.enter()
+            stream = self._streams[thread] = self._device.stream()
+        if (mark := self._marks.get(graph_id)) is not None:
+            stream.follow(mark)
+        with stream.issuing():
+            yield
+        stream.record().wait()

@@ -17,6 +17,7 @@ from kvcore.errors import CapacityError, TierError, TransferError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.device import device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.telemetry.metrics import Metrics
@@ -27,7 +28,7 @@ from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
 from kvcore.worker.refusing import refuse
-from kvcore.worker.streams import CudaStream, Stream
+from kvcore.worker.streams import CopyStreams
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ class KVWorker:
     ) -> None:
         self.arena = arena
         self._block = arena.shape
-        first_layer, device = pages.first_layer, pages.device
+        first_layer, self.device = pages.first_layer, device_of(pages.device)
         self._layers = range(first_layer, first_layer + arena.shape.layers)
         self.tiers: dict[str, Tier] = {}
         self.ops = ops
@@ -94,8 +95,7 @@ class KVWorker:
         self._elsewhere: dict[int, Sequence[DeviceGroup]] = {}
         self._metrics = metrics or Metrics(enabled=False)
         self.tracer = tracer or Tracer()
-        cuda = device is not None and device.type == "cuda"
-        self._stream: Stream = CudaStream(device) if cuda and device is not None else Stream()
+        self._stream = CopyStreams(self.device)
         read = reads or TierRead(self.tiers, arena, self._metrics)
         write = TierWrite(self.tiers, arena)
 
@@ -112,7 +112,7 @@ class KVWorker:
         executors |= dict.fromkeys((Path.DISK2H, Path.REMOTE2H), read)
         self._staging: StagedReads | None = None
         if limits.device_slots:
-            region = DeviceRegion(arena.shape, limits.device_slots, ops, device)
+            region = DeviceRegion(arena.shape, limits.device_slots, ops, pages.device)
             self._staging = StagedReads(region, self._metrics)
             executors[Path.DISK2D] = StagedRead(
                 self.tiers, self._staging, self._stream, self._metrics

@@ -20,6 +20,7 @@ from kvcore.manager import HOST, Backing, KVManager, TransferOptions
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.checksums import naive_sum
 from kvcore.memory.copy import builtin_ops, select_ops
+from kvcore.memory.device import device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
@@ -72,7 +73,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # typ
     views = [p.transpose(1, 2) if request.param == "LBNHC" else p for p in pages]
     device = KVView(from_strides(views, SHAPE), views)
     device.check()
-    arena = HostArena(SHAPE, 256 + 32, pin=True)
+    arena = HostArena(SHAPE, 256 + 32, pin=device_of(torch.device("cuda", 0)))
     assert arena.pinned
     flat = KVView(arena.layout(), [arena.tensor()])
     worker = KVWorker(

@@ -88,9 +88,7 @@ def build(
         layers, ropes = fusable.layers, fusable.ropes
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all ranks take the same time
-    clock = (
-        ForwardTimer[Sequence[ForwardPart]](served.pool.view.tensors[0].device) if timed else None
-    )
+    clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
     worker = WorkerConnector(parts, fence, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)

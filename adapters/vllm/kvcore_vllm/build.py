@@ -28,6 +28,7 @@ from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView
 from kvcore.model.ingredients import MediaIdentity
 from kvcore.model.shape import BlockShape
@@ -187,7 +188,7 @@ def build_worker_connector(
         _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
-        clock=ForwardTimer(views[0].tensors[0].device),
+        clock=ForwardTimer(parts.worker.device),
     )
     hooks = parts.plugins.attention(shape, rank)
     _hook_attention(vllm_config, model, hooks, worker, views[0].layout.page_tokens)
@@ -262,7 +263,7 @@ def refusing_worker_connector(page_tokens: Sequence[int]) -> WorkerConnector:
         RefusingFusionWorker(page_tokens[0]),
         layer_of={},
         page_tokens=tuple(page_tokens),
-        clock=ForwardTimer(torch.device("cpu")),
+        clock=ForwardTimer(device_of(None)),
     )
 
 

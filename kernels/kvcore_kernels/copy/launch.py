@@ -13,9 +13,9 @@ from kvcore_kernels.planes import (
     FIELDS,
     HEAD_DIM,
     Words,
-    device_of,
     guard,
     is_contiguous,
+    kernel_device,
     plane_table,
     power_of_two,
     to_device,
@@ -85,7 +85,7 @@ def copy_units(
         rows=rows,
         dim=int(source.rows[:, HEAD_DIM].max()),
     )
-    device = device_of((src, dst))
+    device = kernel_device((src, dst))
     with guard(device):
         arrays = to_device((source.rows, target.rows, src_units, dst_units), device)
         grid = (len(src_units), len(source.rows), -(-rows // tile.rows))

@@ -17,9 +17,9 @@ from kvcore_kernels.planes import (
     FIELDS,
     HEAD_DIM,
     common_width,
-    device_of,
     guard,
     is_contiguous,
+    kernel_device,
     plane_table,
     power_of_two,
     to_device,
@@ -138,7 +138,7 @@ def _launch(
         plane_table(wide, layers, heads.src), plane_table(packed, layers, heads.dst)
     )  # fmt: skip
     packing = kernel is pack_kernel
-    device = device_of((wide, packed))
+    device = kernel_device((wide, packed))
     tables = [wide_table, packed_table]
     tile = tile_for(
         wide.layout.dtype, packed.layout.dtype, units.shape[1], packed.layout.page_tokens,

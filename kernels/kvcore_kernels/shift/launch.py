@@ -15,9 +15,9 @@ from kvcore_kernels.lang import float_type
 from kvcore_kernels.planes import (
     FIELDS,
     common_width,
-    device_of,
     guard,
     is_contiguous,
+    kernel_device,
     plane_table,
     power_of_two,
     to_device,
@@ -116,7 +116,7 @@ def copy_shifted(
         contiguous=is_contiguous(tables), cut=any(table.cut for table in tables),
     )  # fmt: skip
     turns = _turns(ropes, distances, src.layout.kv_factor, tile.half)
-    device = device_of((src, dst))
+    device = kernel_device((src, dst))
     with guard(device):
         source, target, planes, a, b, units = to_device(
             (tables[0].rows, tables[1].rows, turns.planes, src_units, dst_units, turns.units),

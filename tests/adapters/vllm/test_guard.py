@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -17,6 +16,7 @@ from kvcore.config import load_config
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
+from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 from kvcore_vllm.connector import KVCoreConnector
@@ -217,7 +217,7 @@ def worker(scripted: ScriptedWorker) -> WorkerConnector:
         RefusingFusionWorker(UNIT_TOKENS),
         layer_of={"layer": 0},
         page_tokens=(UNIT_TOKENS,),
-        clock=ForwardTimer(torch.device("cpu")),
+        clock=ForwardTimer(device_of(None)),
     )
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from kvcore.config.schema_fusion import FusionConfig
 from kvcore.connector.forward_timer import ForwardTimer
@@ -17,6 +16,7 @@ from kvcore.connector.fusion_policy import (
     make_fusion_policy,
 )
 from kvcore.fusion.controller import ForwardPart, Mode
+from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.pacing import parts_of
 
@@ -144,7 +144,7 @@ def test_parts_of_a_step() -> None:
 
 
 def test_a_clock_tells_each_forward_once() -> None:
-    clock = ForwardTimer[int](torch.device("cpu"))
+    clock = ForwardTimer[int](device_of(None))
     clock.stop()
     assert clock.take() == []
     clock.start(4)

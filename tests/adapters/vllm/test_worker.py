@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import kvcore_vllm.connector
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport, ChunkLoad
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.errors import TransferError
+from kvcore.memory.device import device_of
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.messages import KVCoreMetadata, StepPlan
@@ -32,7 +32,7 @@ def make(scripted: ScriptedWorker, blends: Any = None) -> WorkerConnector:
         blends or RefusingFusionWorker(UNIT_TOKENS),
         layer_of={"layer": 0},
         page_tokens=(UNIT_TOKENS,),
-        clock=ForwardTimer(torch.device("cpu")),
+        clock=ForwardTimer(device_of(None)),
     )
 
 
