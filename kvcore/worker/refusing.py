@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcore.errors import TierError
 from kvcore.index.slots import SlotRun
+from kvcore.memory.device import Event, Stream
 from kvcore.memory.layout import DeviceGroup
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
@@ -40,7 +41,8 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so no caller waits."""
 
-    on_device = 0
+    def mark(self, *others: Stream) -> Event | None:
+        return None
 
     def wave(self) -> int:
         return 0
@@ -50,6 +52,7 @@ class RefusingWorker:
         graph: TransferGraph,
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
+        after: Event | None = None,
     ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
 
@@ -77,7 +80,13 @@ class RefusingWorker:
     def wait_device(self, graph_id: int) -> None:
         pass
 
+    def wait_idle(self, timeout: float) -> bool:
+        return True
+
     def wait_layer(self, graph_id: int, layer: int) -> None:
+        pass
+
+    def follow(self, graph_id: int) -> None:
         pass
 
     def close(self, *, timeout: float = 30.0) -> bool:

@@ -179,7 +179,7 @@ class WorkerConnector(StepWorker[int]):
     # -- sync loads -------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until every sync load has copied ``layer``.
+        """Let the forward wait until every sync load has copied ``layer``.
 
         Raises TransferError if a load has finally failed: the engine then fails the step's
         requests.
@@ -192,9 +192,9 @@ class WorkerConnector(StepWorker[int]):
             self._require(load)
 
     def _require_loads(self) -> None:
-        """Block until every sync load has ended. Raises TransferError if one has finally failed."""
+        """Follow every sync load. Raises TransferError if one has finally failed."""
+        self._wait_loads(self._sync)
         for load in self._sync:
-            self._settle(load)
             self._require(load)
 
     def _require(self, load: Load[int]) -> None:
@@ -207,16 +207,16 @@ class WorkerConnector(StepWorker[int]):
             )
 
     def _pass(self, graph_id: int) -> None:
-        """Block until a graph no longer uses pages that this step gives to others.
+        """Let the step's work wait until a graph no longer uses pages that it gives to others.
 
         A load that failed is tried again, and then writes to its pages again. If it finally fails
         and was not cancelled, the step is broken: another request in it may count on its pages.
         """
         load = self._loads.get(graph_id)
         if load is None:
-            self._worker.wait_device(graph_id)
+            self._worker.follow(graph_id)
             return
-        self._settle(load)
+        self._wait_loads([load])
         if load.failed and not load.cancelled:
             self._plan.broken = self._plan.broken or (
                 "KV that this step shares with a request that loads it did not arrive"

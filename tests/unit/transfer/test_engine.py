@@ -262,12 +262,12 @@ def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: EngineRig) -> None
 
     rig.at[Path.H2D].run = stepwise  # type: ignore[method-assign]
     rig.engine.submit(graph)
-    assert not rig.engine.wait_layer(1, 0, timeout=0.01)
+    assert not rig.engine.wait_issued(1, 0, timeout=0.01)
     gate.release()
-    assert rig.engine.wait_layer(1, 0, timeout=WAIT)
-    assert not rig.engine.wait_layer(1, 3, timeout=0.01)
+    assert rig.engine.wait_issued(1, 0, timeout=WAIT)
+    assert not rig.engine.wait_issued(1, 3, timeout=0.01)
     gate.release(5)
-    assert rig.engine.wait_layer(1, 3, timeout=WAIT)
+    assert rig.engine.wait_issued(1, 3, timeout=WAIT)
 
 
 def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
@@ -276,12 +276,12 @@ def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
     saving, loading = save(1, 4), load(2, 0, 2)
     rig.engine.submit(saving)
     assert rig.engine.wait_device(1, WAIT)
-    assert rig.engine.on_device == 0 < rig.engine.in_flight
+    assert rig.engine.wait_idle(0) and rig.engine.in_flight
     rig.engine.submit(loading)
-    assert rig.engine.on_device > 0, "its pages wait for what the disk reads"
+    assert not rig.engine.wait_idle(0), "its pages wait for what the disk reads"
     rig.at[Path.DISK2H].gate.set()
     assert rig.engine.wait(2, WAIT)
-    assert rig.engine.on_device == 0 < rig.engine.in_flight
+    assert rig.engine.wait_idle(0) and rig.engine.in_flight
 
 
 def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: EngineRig) -> None:
