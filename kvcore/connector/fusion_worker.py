@@ -143,9 +143,7 @@ class FusionWorker:
                 if staging is None:
                     refused += refuse(chunk.graph, RowError.CANCELLED)
                 else:
-                    refused += self._worker.submit(
-                        chunk.graph, staging.groups, together, after
-                    )
+                    refused += self._worker.submit(chunk.graph, staging.groups, together, after)
         return refused
 
     def _stage(self, order: BlendOrder) -> ChunkStaging | None:

@@ -230,7 +230,7 @@ class StepWorker(Generic[_R]):
         if loads:
             self._collect()
         for load in loads:
-            if load.failed or load.attempt > 1:  # the copy that failed may be one that is waited for
+            if load.failed or load.attempt > 1:  # it may be a copy that is needed now
                 self._settle(load)
 
     def _settle(self, load: Load[_R]) -> None:

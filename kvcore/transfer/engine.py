@@ -397,7 +397,6 @@ class TransferEngine:
     def _advance(self, run: _ActiveGraph) -> None:
         """Queue every op of ``run`` that has become ready."""
         for position in run.runnable():
-            op = run.graph.ops[position]
             run.states[position] = OpState.READY
             self._queue(run, position, run.graph.priority.value)
 

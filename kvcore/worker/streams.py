@@ -1,8 +1,8 @@
 """Orders copies with the engine's compute, on the device: the host waits for neither.
 
-    engine's stream ── step ──●mark                    ●── forward ──▶
-                               ╲                      ╱ (follow)
-    copy thread's stream ───────●── copies of a graph ●done ──▶
+    engine's stream ─── step ──▶ mark ┄┄┐           ┌┄▶ forward
+                                        ▼           ┆
+    copy thread's stream ─────────── copies of a graph ──▶ done
 
 Each thread that copies has a stream of its own. Memory that a caller allocates to copy into has
 one too, so that a copy into it waits for what last used that memory, not for the running step.

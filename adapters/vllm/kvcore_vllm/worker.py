@@ -7,7 +7,8 @@ wait_for_save         starts late saves                                 (after t
 get_transfer_results  returns async loads that ended; an empty step waits briefly for one
 
 To *follow* copies is to let the engine's stream wait for them; this thread waits only until they
-were issued. With speculative decoding vLLM calls wait_for_save last, after it has asked for all results.
+were issued. With speculative decoding vLLM calls wait_for_save last, after it has asked for all
+results.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ class WorkerConnector(StepWorker[str]):
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose async load or blend has ended, and those for which it failed.
 
-        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one. Also follows
-        the sync loads: if one fails, `take_bad_pages` must name its pages in this step.
+        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one. Follows the
+        sync loads: if one fails, `take_bad_pages` must name its pages in this step.
         """
         self.wait_for_loads()
         if self._plan.empty_step and not self._finished:
