@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from kvcore._util.cpus import settle_thread
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 
@@ -102,6 +102,7 @@ class TransferEngine:
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
     At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran.
+    ``near`` are cores that the threads prefer (`settle_thread`).
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class TransferEngine:
         queue_depth: int = 4096,
         observer: Callable[[OpTiming], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        near: Set[int] = frozenset(),
     ) -> None:
+        self._near = near
         self._executors = dict(executors)
         self._depth = queue_depth
         self._observer = observer
@@ -351,7 +354,7 @@ class TransferEngine:
     # -- threads ----------------------------------------------------------------------------
 
     def _serve(self, path: Path) -> None:
-        _settle_thread(background=path.writes_tier)
+        settle_thread(background=path.writes_tier, near=self._near)
         while (taken := self._take(path)) is not None:
             run, position = taken
             op = run.graph.ops[position]
@@ -394,17 +397,3 @@ class TransferEngine:
         except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue continues
             _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
             return dict.fromkeys(rows, RowError.IO if op.tier else RowError.INTERNAL)
-
-
-def _settle_thread(*, background: bool) -> None:
-    """Free this thread from the engine's core binding, and give background writers low priority.
-
-    An engine that binds its main thread to one core would otherwise make every copy share that
-    core.
-    """
-    try:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        if background:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-    except OSError as error:
-        _log.debug("thread placement is unchanged: %s", error)
