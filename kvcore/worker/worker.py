@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcore._util.cpus import node_cores
 from kvcore.errors import CapacityError, TierError, TransferError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
@@ -122,7 +123,11 @@ class KVWorker:
         threads = {path: limits.io_queues for path in executors if path.reads_tier}
         threads |= {path: limits.copy_threads for path in executors if path.touches_device}
         self.engine = TransferEngine(
-            executors, threads=threads, queue_depth=limits.queue_depth, observer=self._observe
+            executors,
+            threads=threads,
+            queue_depth=limits.queue_depth,
+            observer=self._observe,
+            near=node_cores(self.device.numa_node()),
         )
 
     def open_tier(self, name: str, tier: Tier) -> None:
