@@ -52,8 +52,9 @@ class PinnedRange:
         ``wanted`` is asked before each chunk. Raises UnsupportedError if the device refuses a
         chunk, or if the memory is no longer wanted. Nothing is registered then.
         """
+        self._device = device
         self.chunks = 0
-        with ExitStack() as done:
+        with device.current(), ExitStack() as done:
             for start, size in _chunks(nbytes, unit):
                 if not wanted():
                     raise UnsupportedError(f"stopped after {start} bytes")
@@ -67,7 +68,8 @@ class PinnedRange:
 
     def close(self) -> None:
         """Unregister every chunk, the last one first. Blocks."""
-        self._registered.close()
+        with self._device.current():
+            self._registered.close()
 
 
 def _chunks(nbytes: int, unit: int) -> Iterator[tuple[int, int]]:

@@ -141,12 +141,11 @@ class KVWorker:
     def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
         """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
-        No transfer may be in flight. The previous arena is closed.
+        No transfer may be in flight. The caller closes the previous arena.
         """
-        before, self.arena = self.arena, arena
+        self.arena = arena
         for copy in self._copies.values():
             copy.use(arena_view)
-        before.close()
 
     def _observe(self, timing: OpTiming) -> None:
         span, layers = timing.op.layers, self._layers

@@ -19,14 +19,16 @@ class Driver:
     """What all devices of a process share. Checks each call as a driver would.
 
     ``on_register`` is called with the number of registrations so far, before each; it may block, or
-    raise UnsupportedError. ``calls`` are the calls: what, address, and whether the calling thread
-    had made the device current. ``threads`` are the names of the threads that called.
+    raise UnsupportedError. ``calls`` are the calls: what, address, and whether the device was the
+    current one of the calling thread. ``threads`` are the names of the threads that called, and
+    ``entered`` of those that made the device their current one for good.
     """
 
     def __init__(self) -> None:
         self.on_register: Callable[[int], None] = lambda count: None
         self.calls: list[tuple[str, int, bool]] = []
         self.threads: set[str] = set()
+        self.entered: set[str] = set()
         self.held: dict[int, int] = {}
         self.most_nbytes = 0
         self.node: int | None = None
@@ -44,6 +46,14 @@ class Driver:
 
     def enter(self) -> None:
         self._local.current = True
+        self.entered.add(threading.current_thread().name)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        before = getattr(self._local, "current", False)
+        self._local.current = True
+        yield
+        self._local.current = before
 
     def note(self, what: str, address: int) -> None:
         self.calls.append((what, address, getattr(self._local, "current", False)))
@@ -80,7 +90,7 @@ class FakeGpu(CpuDevice):
         self._driver.enter()
 
     def current(self) -> AbstractContextManager[object]:
-        raise AssertionError("a thread of its own enters its device")
+        return self._driver.current()
 
     def numa_node(self) -> int | None:
         return self._driver.node

@@ -48,6 +48,7 @@ def test_chunks_are_all_of_it_and_no_block_spans_two(blocks: int, unit: int, pag
         assert driver.covers(address + block * unit, unit)
     held.close()
     assert not driver.held
+    assert all(current for _, _, current in driver.calls)
 
 
 @given(blocks=st.integers(1, 40), fails=st.integers(0, 9), by=st.sampled_from(["driver", "owner"]))
