@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
+from kvcore._util import cpus as _cpus  # noqa: F401 - notes the cores before the engine binds any
+
 __version__ = "0.1.0"

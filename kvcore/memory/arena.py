@@ -6,13 +6,15 @@ import logging
 import resource
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvcore._util.cpus import node_cores, running_on
 from kvcore.errors import CapacityError, UnsupportedError
 from kvcore.memory.device import Device
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.memory.layout import Arrangement, KVLayout, arena_layout
+from kvcore.memory.pinned import PinnedRange
 from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.memory.arena")
 
+PINNED = "host memory is pinned, %d bytes in %d pieces after %.1f s"
 PREFAULTED = "host memory is there, all %d bytes after %.1f s"
 
 CALM_S = 1.0
@@ -43,9 +46,8 @@ class HostArena:
     """``num_slots`` slots for blocks of ``shape``, allocated at first touch or pre-faulted.
 
     With ``huge_pages`` it requests huge pages (see `Pages`). The attribute ``huge_pages`` tells
-    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. It is
-    registered with the device ``pin``, if one is given that queues work; if that fails, a warning
-    is logged.
+    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. With ``pin``
+    it is pinned for that device (`pin`) before anything can be copied.
     With ``prefault`` a thread asks the kernel for that many bytes beyond the slots used so far
     (`reach`), either while none is being used or once only a quarter of those bytes is left.
     ``pages`` is memory of exactly the arena's size to use instead of its own. Raises
@@ -76,8 +78,9 @@ class HostArena:
         self._pages = pages or Pages(self.nbytes, huge=huge_pages)
         self.huge_pages = self._pages.huge
         self._view = self._pages.view
-        self._device = pin if pin is not None and pin.queues else None
-        self.pinned = self._device is not None and self._pin(self._device)
+        self._pinned: PinnedRange | None = None
+        if pin is not None:
+            self.pin(pin)
         self._ahead = -(-prefault // self.slot_nbytes)
         self._reached = 0  # slots before this one were used; later ones may be, too
         self._faulted = self.num_slots if self.pinned else 0
@@ -142,15 +145,46 @@ class HostArena:
         """Return the bytes of the arena that the kernel has provided so far."""
         return self._pages.resident_nbytes()
 
+    @property
+    def pinned(self) -> bool:
+        """True if all of the memory is locked in place and the device reaches it."""
+        return self._pinned is not None
+
+    def pin(self, device: Device, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Lock the memory in place and let the device reach it; return `pinned`. Blocks.
+
+        It takes 2 to 6 GB a second, and first touches what was not used before, on the device's
+        NUMA node. Does nothing for a device that copies at once. If the device refuses, a warning
+        is logged; if ``wanted`` returns False, it ends early. Nothing is pinned then.
+
+        Nobody may copy meanwhile. Frameworks ask one address whether memory is pinned, and a copy
+        of memory that is pinned in part fails.
+        """
+        if not device.queues or self.pinned:
+            return self.pinned
+        began, unit = time.monotonic(), self._unit
+        try:
+            with running_on(node_cores(device.numa_node())):
+                self._pinned = PinnedRange(
+                    device, self._pages.address, self.nbytes, unit, wanted=wanted
+                )
+        except UnsupportedError as error:
+            if wanted():
+                self._warn_unpinned(error)
+            return False
+        seconds = time.monotonic() - began
+        _log.info(PINNED, self.nbytes, self._pinned.chunks, seconds)
+        return True
+
     def close(self) -> None:
         """Free the memory. Views and tensors of it keep it alive until they are gone."""
         self._closing.set()
         self._wake.set()
         if self._faulting is not None:
             self._faulting.join()
-        if self.pinned and self._device is not None:
-            self._device.unregister(self._pages.address)
-            self.pinned = False
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
         self._pages.close()
 
     def _prefault(self) -> None:
@@ -186,16 +220,18 @@ class HostArena:
         for first in range(0, self.shape.layers * self.num_slots, self.num_slots):
             yield (first + start) * layer, (first + stop) * layer
 
-    def _pin(self, device: Device) -> bool:
-        try:
-            device.register(self._pages.address, self.nbytes)
-        except UnsupportedError as error:
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            _log.warning(
-                "host memory is not pinned (%s; locked-memory limit %s bytes): copies to the GPU "
-                "are slower; raise the limit (ulimit -l) or lower host.capacity",
-                error,
-                "unlimited" if soft == resource.RLIM_INFINITY else soft,
-            )
-            return False
-        return True
+    @property
+    def _unit(self) -> int:
+        """Bytes that a copy moves at once at most: a slot, or one layer of it."""
+        blockwise = self.arrangement is Arrangement.BLOCKWISE
+        return self.slot_nbytes if blockwise else self.shape.layer_nbytes
+
+    def _warn_unpinned(self, error: UnsupportedError) -> None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        _log.warning(
+            "host memory of %d bytes is not pinned (%s; locked-memory limit %s bytes): copies to "
+            "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+            self.nbytes,
+            error,
+            "unlimited" if soft == resource.RLIM_INFINITY else soft,
+        )

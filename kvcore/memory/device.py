@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_size_t, c_uint, c_void_p
+from ctypes import c_int, c_size_t, c_uint, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Stream", "device_of", "serve_devices"]
 
 
+_PCI = Path("/sys/bus/pci/devices")
+_BUS_ID_NBYTES = 32
 _RUNTIME = re.compile(r"/lib(cudart|amdhip64)[^/]*\.so[^/]*$")
 
 
@@ -94,11 +96,18 @@ class Device(ABC):
     def current_stream(self) -> Stream:
         """Return the stream that this thread issues its work to."""
 
+    def numa_node(self) -> int | None:
+        """Return the NUMA node that the device is attached to; None if it is not known."""
+        return None
+
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory in place and let the device reach it. Blocks: 2 to 6 GB a second.
 
-        Raises UnsupportedError if it cannot. No error is left pending then.
+        ``address`` is at the start of a page. Each process that maps shared memory registers it
+        for itself; one registration counts for all devices of the process. Use
+        `kvcore.memory.pinned` for large memory. Raises UnsupportedError if it cannot. No error is
+        left pending then.
         """
 
     @abstractmethod
@@ -262,6 +271,19 @@ class CudaDevice(Device):
 
         return _CudaStream(torch.cuda.current_stream(self.name))
 
+    def numa_node(self) -> int | None:
+        name = ctypes.create_string_buffer(_BUS_ID_NBYTES)
+        try:
+            runtime = _runtime()
+            code = runtime.DeviceGetPCIBusId(name, c_int(len(name)), c_int(self.name.index))
+            if code:
+                runtime.GetLastError()
+                return None
+            node = int((_PCI / name.value.decode().lower() / "numa_node").read_text())
+        except (UnsupportedError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None  # -1: the machine has one node, or does not tell
+
     def register(self, address: int, nbytes: int) -> None:
         with self.current():
             runtime = _runtime()
@@ -309,6 +331,7 @@ class _Runtime:
         self.HostRegister = getattr(library, f"{prefix}HostRegister")
         self.HostUnregister = getattr(library, f"{prefix}HostUnregister")
         self.GetLastError = getattr(library, f"{prefix}GetLastError")
+        self.DeviceGetPCIBusId = getattr(library, f"{prefix}DeviceGetPCIBusId")
 
 
 @cache

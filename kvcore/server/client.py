@@ -5,6 +5,9 @@ without any delay. What was planned before goes on, because the workers have the
 
 A load that the server does not plan is given to the workers as a graph that they refuse. The engine
 then computes those tokens, as it would if the copy had failed.
+
+Workers refuse the graphs of a new session until they have pinned its memory. In that time nothing
+is found and nothing is saved either, except for one try a second.
 """
 
 from __future__ import annotations
@@ -72,6 +75,9 @@ __all__ = ["RemoteManager", "join_server"]
 
 _log = logging.getLogger("kvcore.server.client")
 
+NOT_READY_S = 1.0
+"""Seconds in which nothing is looked up or saved after a worker was not ready: each try costs a
+request a failed load, and the workers pin tens of GiB for tens of seconds."""
 BLOCKS_A_MESSAGE = 1024
 """Blocks whose tokens go into one message: 4 MiB of tokens for the largest blocks."""
 _NO_ROOM = Room(full=True, free=0, staging=False, lent=False)
@@ -104,6 +110,7 @@ class RemoteManager(Manager):
         self._host: dict[int, tuple[bytes, int]] = {}
         """Loads in flight: the last block that each keeps in host memory, and its depth."""
         self._mapped = 0  # the session whose memory every worker is known to have
+        self._held_off = 0, 0.0  # the session whose workers were not ready, and until when
         self._on_end: dict[int, Callable[[], object]] = {}
 
     # -- lookup -------------------------------------------------------------------------------
@@ -140,7 +147,7 @@ class RemoteManager(Manager):
         ask: bool,
         promise: Promise | None = None,
     ) -> MatchReply | None:
-        member = self.keeper.member
+        member = self._ready_member()
         if not keys or member is None or not self._is_clear():
             return None
         told = promise and (promise.blocks, min(promise.wait_s, MAX_WAIT_S), promise.node)
@@ -331,7 +338,7 @@ class RemoteManager(Manager):
         host memory need no save. The server is then not asked, so that a request that waits for its
         first token is spared the round trip.
         """
-        member = self.keeper.member
+        member = self._ready_member()
         if member is None or not stop or self._is_kept(keys, stop):
             return None
         reply = self.keeper.ask(
@@ -428,6 +435,8 @@ class RemoteManager(Manager):
         left.discard(report.op_id)
         if not report.failed:
             self._mapped = session_of(report.graph_id)
+        elif RowError.NOT_READY in report.failed.values():
+            self._held_off = session_of(report.graph_id), time.monotonic() + NOT_READY_S
         if report.failed or not left:
             self._host.pop(report.graph_id, None)
         self._report_ended(report.graph_id, [report])
@@ -439,6 +448,15 @@ class RemoteManager(Manager):
         member = self._member_of(graph_id)
         if member is not None:  # else the server that planned it is gone
             self.keeper.report_ended(member, reports)
+
+    def _ready_member(self) -> JoinedSession | None:
+        """Return the session; None for `NOT_READY_S` after a worker had not yet mapped its memory.
+
+        What is asked afterwards tries the workers again.
+        """
+        member, (session, until) = self.keeper.member, self._held_off
+        held_off = member is not None and member.number == session and time.monotonic() < until
+        return None if held_off else member
 
     def _member_of(self, graph_id: int) -> JoinedSession | None:
         member = self.keeper.member

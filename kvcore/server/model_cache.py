@@ -252,6 +252,7 @@ class ModelCache:
         arena = self._transport.worker.arena
         return {
             "arena": self.arena,
+            "fingerprint": self.model.fingerprint.hex(),
             "slots": arena.num_slots,
             "arrangement": arena.arrangement.value,
             "shape": arena.shape.to_dict(),

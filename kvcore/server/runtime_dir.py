@@ -30,7 +30,8 @@ import os
 import re
 import secrets
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,27 @@ class SessionLock:
 def mount_of(path: Path) -> Path:
     """Return the mount point of a folder, whether the folder exists yet or not."""
     return next(place for place in (path, *path.parents) if place.is_mount())
+
+
+def sessions_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the server wrote into the file of each session in its folder, without locking it.
+
+    Leaves out what cannot be read: a session may begin or end meanwhile. Yields nothing from a
+    folder that may be another user's.
+    """
+    try:
+        within = open_runtime_dir(folder)
+    except (ConfigError, OSError):
+        return
+    try:
+        for name in os.listdir(within):
+            if name.startswith("session-") and _FILE_NAME.fullmatch(name):
+                with suppress(OSError, ValueError):
+                    with open(open_file(name, os.O_RDONLY, within=within), "rb") as file:
+                        told = json.load(file)
+                    yield told
+    finally:
+        os.close(within)
 
 
 def open_arena(folder: Path, name: str) -> int:

@@ -1,34 +1,35 @@
 """The worker's side of a server: it maps the shared arena and copies to and from it.
 
-A graph's id tells its session. With the first graph of a session the worker locks the session and
-maps its arena. A graph of a session that is over is refused, so a slot that the server has given to
-another session is never touched. The server carries out the reads from tiers; this side says when
-it is ready for them.
+A graph's id tells its session. With the first graph of a session the worker locks the session. A
+graph of a session that is over is refused, so a slot that the server has given to another session
+is never touched. The server carries out the reads from tiers; this side says when it is ready for
+them.
+
+On a GPU, pinning the arena takes seconds. The tender's thread does it (`kvcore.server.mapped`), and
+graphs that come meanwhile are refused at once: no step of the engine waits.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from kvcore._util.cpus import node_cores, settle_thread
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.messages import Refused
-from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
-from kvcore.memory.arena import HostArena, arena_bytes
+from kvcore.errors import KVCoreError, TierUnavailable
+from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Event
-from kvcore.memory.hugepages import SharedPages
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
+from kvcore.server.mapped import MappedArenas
 from kvcore.server.messages import EnterSession, Heartbeat, ReadReply, ReadRequest, WithdrawRequest
 from kvcore.server.rpc import Link
-from kvcore.server.runtime_dir import SessionLock, open_arena, session_of
+from kvcore.server.runtime_dir import SessionLock, session_of
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, TransferOp
 from kvcore.worker import EnginePages, KVWorker, refuse
 
@@ -117,11 +118,14 @@ class ServedWorker(KVWorker):
         self._folder = folder_of(served.server)
         self._shape = model.shape
         self._part = model.part(rank)
-        self._pin = self.device if served.host.pin else None
+        pin = self.device if served.host.pin and self.device.queues else None
+        self._arenas = MappedArenas(self._folder, model, pin)
         self._held: SessionLock | None = None
         self._session = 0
+        self._over_since: tuple[SessionLock, float] | None = None
         self._joining = threading.Lock()
-        self._ended = threading.Event()
+        """Guards the session. Nobody pins, unpins or unmaps memory of a server under it."""
+        self._ended, self._wake = threading.Event(), threading.Event()
         self._tender = threading.Thread(target=self._tend, name="kvcore-tender", daemon=True)
         self._tender.start()
 
@@ -132,13 +136,19 @@ class ServedWorker(KVWorker):
         wave: int | None = None,
         after: Event | None = None,
     ) -> list[OpReport]:
-        """Submit a graph as `KVWorker.submit` does; refuse it if its session is over."""
+        """Submit a graph as `KVWorker.submit` does.
+
+        Refuses it if its session is over or, as not ready, while the session's arena is pinned.
+        """
         with self._joining:
             try:
-                self._join(session_of(graph.graph_id))
+                ready = self._join(session_of(graph.graph_id))
             except KVCoreError as error:
                 _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
                 return refuse(graph, RowError.IO)
+            if not ready:
+                _log.debug("graph refused graph=%d: memory is being pinned", graph.graph_id)
+                return refuse(graph, RowError.NOT_READY)
             return super().submit(graph, into, wave, after)
 
     def cancel(self, graph_id: int) -> None:
@@ -147,71 +157,79 @@ class ServedWorker(KVWorker):
             self._reads.enter(self._session)
             self._link.tell(WithdrawRequest(self._link.ref(), self._session, graph_id))
 
-    def _join(self, session: int) -> None:
-        """Map the session's arena, unless it is mapped already."""
+    def _join(self, session: int) -> bool:
+        """Join the session unless it is joined already; return False while its arena is pinned."""
         if not session:
             raise TierUnavailable("the server did not plan this load")
         if session == self._session:
-            return
+            return True
         if self.engine.in_flight:
             raise TierUnavailable("copies of the previous session are still in flight")
         held = SessionLock(self._folder, f"session-{session}")
         try:
             told = held.metadata()
-            arena = self._map(told)
+            arena = self._arenas.get(told)
         except BaseException:
             held.close()
             raise
+        if arena is None:
+            held.close()
+            self._wake.set()
+            return False
         self._link.renew()  # its folder may be a new one
         layers = range(*self._part.layers)
         layout = arena.layout().select_heads(*self._part.heads).select_layers(layers)
         self._reads.secret = bytes.fromhex(told["secret"])
         self._swap(arena, layout, session, held)
         _log.info("joined session=%d host_bytes=%d pinned=%s", session, arena.nbytes, arena.pinned)
-
-    def _map(self, told: dict[str, Any]) -> HostArena:
-        shape = BlockShape.from_dict(told["shape"])
-        if shape != self._shape:
-            raise LayoutError(
-                f"the server's blocks are {shape}, this engine's are {self._shape}: start both "
-                "with the same settings"
-            )
-        slots, arrangement = told["slots"], told["arrangement"]
-        file = open_arena(Path(told["memory"]), told["arena"])
-        try:
-            pages = SharedPages(file, arena_bytes(shape, slots, arrangement))
-        finally:
-            os.close(file)
-        return HostArena(shape, slots, arrangement=arrangement, pin=self._pin, pages=pages)
+        return True
 
     def _swap(self, arena: HostArena, layout: Any, session: int, held: SessionLock | None) -> None:
         """Copy from and to another arena from now on, then release the lock of the one before."""
+        stand_in = None if self._session else self.arena
         self.use_arena(arena, KVView(layout, [arena.tensor()]))
+        self._arenas.use(arena)
+        if stand_in is not None:
+            stand_in.close()
         before, self._held, self._session = self._held, held, session
         if before is not None:
             before.close()
+        self._wake.set()
 
     def _tend(self) -> None:
-        """Release the memory of a session that is over for `KEPT_S`; its server needs the room."""
-        over: SessionLock | None = None
-        since = 0.0
-        while not self._ended.wait(TEND_S):
-            with self._joining:
-                held = self._held
-                if held is None or not held.over:
-                    over = None
-                elif over is not held:
-                    over, since = held, time.monotonic()
-                elif time.monotonic() - since >= KEPT_S and not self.engine.in_flight:
-                    spare = HostArena(self._part.shape(self._shape), 1, huge_pages=False)
-                    self._swap(spare, spare.layout(), 0, None)
-                    _log.info("the session is over; its memory is given back")
+        """Map and pin the server's arena, and release that of a session that is over."""
+        settle_thread(near=node_cores(self.device.numa_node()))
+        while not self._ended.is_set():
+            try:
+                self.device.enter()
+                self._leave_if_over()
+                self._arenas.tend(lambda: not self._ended.is_set())
+            except Exception:  # noqa: BLE001 - thread boundary: without it no session is joined
+                _log.exception("the server's memory could not be tended")
+            self._wake.wait(TEND_S)
+            self._wake.clear()
+
+    def _leave_if_over(self) -> None:
+        """Leave a session that is over for `KEPT_S`: its server needs the room."""
+        with self._joining:
+            held = self._held
+            if held is None or not held.over:
+                self._over_since = None
+            elif self._over_since is None or self._over_since[0] is not held:
+                self._over_since = held, time.monotonic()
+            elif time.monotonic() - self._over_since[1] >= KEPT_S and not self.engine.in_flight:
+                spare = HostArena(self._part.shape(self._shape), 1, huge_pages=False)
+                self._swap(spare, spare.layout(), 0, None)
+                _log.info("the session is over; its memory is given back")
 
     def close(self, *, timeout: float = 30.0) -> bool:
         """Finish what is in flight and leave the session; return whether everything has ended."""
         self._ended.set()
+        self._wake.set()
         self._tender.join()
         ended = super().close(timeout=timeout)
+        if ended:
+            self._arenas.close()
         if ended and self._held is not None:  # else the lock says that memory is still in use
             self._held.close()
             self._held = None

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 import heapq
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from enum import Enum
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
+from kvcore._util.cpus import settle_thread
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
 
@@ -173,6 +173,7 @@ class TransferEngine:
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
     At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran.
+    ``near`` are cores that the threads prefer (`settle_thread`).
     """
 
     def __init__(
@@ -183,7 +184,9 @@ class TransferEngine:
         queue_depth: int = 4096,
         observer: Callable[[OpTiming], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        near: Set[int] = frozenset(),
     ) -> None:
+        self._near = near
         self._executors = dict(executors)
         self._depth = queue_depth
         self._observer = observer
@@ -458,7 +461,7 @@ class TransferEngine:
     # -- threads ----------------------------------------------------------------------------
 
     def _serve(self, path: Path) -> None:
-        _settle_thread(background=path.writes_tier)
+        settle_thread(background=path.writes_tier, near=self._near)
         ends: _Ends | None = None
         while (taken := self._take(path)) is not None:
             started = self._clock()
@@ -487,7 +490,7 @@ class TransferEngine:
         return ends
 
     def _see_ends(self, ends: _Ends) -> None:
-        _settle_thread(background=False)
+        settle_thread(background=False, near=self._near)
         while (one := ends.get()) is not None:
             taken, copies = one
             failed: dict[int, RowError] = {}
@@ -568,17 +571,3 @@ def _carrying(layer: int | None) -> _Which:
     if layer is None:
         return _on_device
     return lambda op: op.path.touches_device and (op.layers is None or op.layers.covers(layer))
-
-
-def _settle_thread(*, background: bool) -> None:
-    """Free this thread from the engine's core binding, and give background writers low priority.
-
-    An engine that binds its main thread to one core would otherwise make every copy share that
-    core.
-    """
-    try:
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        if background:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-    except OSError as error:
-        _log.debug("thread placement is unchanged: %s", error)

@@ -237,6 +237,8 @@ class RowError(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     INTERNAL = "internal"
+    NOT_READY = "not_ready"
+    """The worker cannot reach host memory yet; it can soon."""
     REFUSED = "refused"
     """The worker does not support this model."""
 

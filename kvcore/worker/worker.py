@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcore._util.cpus import node_cores
 from kvcore.errors import CapacityError, TierError, TransferError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
@@ -123,7 +124,11 @@ class KVWorker:
         threads = {path: limits.io_queues for path in executors if path.reads_tier}
         threads |= {path: limits.copy_threads for path in executors if path.touches_device}
         self.engine = TransferEngine(
-            executors, threads=threads, queue_depth=limits.queue_depth, observer=self._observe
+            executors,
+            threads=threads,
+            queue_depth=limits.queue_depth,
+            observer=self._observe,
+            near=node_cores(self.device.numa_node()),
         )
 
     def open_tier(self, name: str, tier: Tier) -> None:
@@ -137,12 +142,11 @@ class KVWorker:
     def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
         """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
-        No transfer may be in flight. The previous arena is closed.
+        No transfer may be in flight. The caller closes the previous arena.
         """
-        before, self.arena = self.arena, arena
+        self.arena = arena
         for copy in self._copies.values():
             copy.use(arena_view)
-        before.close()
 
     def _observe(self, timing: OpTiming) -> None:
         span, layers = timing.op.layers, self._layers

@@ -50,7 +50,7 @@ START = [
         "addresses.",
     ),
     Trouble(
-        "host memory is not pinned (%s; locked-memory limit %s bytes): copies to "
+        "host memory of %d bytes is not pinned (%s; locked-memory limit %s bytes): copies to "
         "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
         "The GPU cannot access host memory by DMA.",
         "Raise the limit (`ulimit -l unlimited`, or the container's), or lower `host.capacity`.",

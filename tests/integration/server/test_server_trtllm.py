@@ -164,9 +164,9 @@ def test_nothing_is_promised_before_every_worker_has_the_memory(
     engine = begin("trtllm")
     [worker] = engine._harness.workers  # type: ignore[attr-defined]
     refuse = lambda *given: (_ for _ in ()).throw(UnsupportedError("no memory to map it"))  # noqa: E731
-    worker._side._worker._map = refuse
+    worker._side._worker._arenas._map = refuse
     assert serve(engine, prompt) == (plain(prompt), {}), "and no request fails"
-    del worker._side._worker._map
+    del worker._side._worker._arenas._map
     assert serve(engine, prompt) == (plain(prompt), {"host": 96})
 
 

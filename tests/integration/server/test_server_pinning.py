@@ -1,0 +1,209 @@
+"""Pinning a server's memory takes seconds: no step of an engine waits for it.
+
+The driver of a GPU is played (`support.pinning`). It registers memory when the test lets it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.config import Config
+from kvcore.memory import pinned
+from kvcore.server import client as client_module
+from kvcore.server import worker as worker_module
+from kvcore.server.worker import ServedWorker
+from kvcore.testing.waiting import PATIENCE_S, until
+from kvcore.transfer.graph import RowError
+from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
+from support.pinning import Driver, gpu_in_place_of_the_cpu, refusing
+
+Start = Callable[[Config], RunningServer]
+PROMPT = words(1, 100)
+CHUNK = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "CHUNK_NBYTES", CHUNK)
+    monkeypatch.setattr(worker_module, "TEND_S", 0.01)
+    monkeypatch.setattr(client_module, "NOT_READY_S", 0.0)
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    with gpu_in_place_of_the_cpu() as driver:
+        yield driver
+        driver.on_register = lambda count: None
+
+
+class Gate:
+    """Holds each registration, by the thread that makes it, until `open` is called."""
+
+    def __init__(self, driver: Driver, after: int = 0) -> None:
+        self._open, self.waiting = threading.Event(), threading.Event()
+        driver.on_register = lambda count: self._pass() if count >= after else None
+
+    def _pass(self) -> None:
+        self.waiting.set()
+        assert self._open.wait(PATIENCE_S), "the test has ended"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def worker_of(engine: Any) -> ServedWorker:
+    [one] = engine.workers
+    assert isinstance(one.worker, ServedWorker)
+    return one.worker
+
+
+def noting_refusals(worker: ServedWorker) -> list[set[RowError]]:
+    """Return a list that collects why each graph is refused; an empty set if it is not."""
+    found: list[set[RowError]] = []
+    submit = worker.submit
+
+    def noting(*given: Any, **options: Any) -> Any:
+        reports = submit(*given, **options)
+        found.append({why for report in reports for why in report.failed.values()})
+        return reports
+
+    worker.submit = noting  # type: ignore[method-assign]
+    return found
+
+
+def serve_until_reused(engine: Any, plain: Any, tokens: int = 96) -> None:
+    """Ask again until the answer comes from host memory; every answer is right."""
+
+    def reused() -> bool:
+        answer, found = serve(engine, PROMPT)
+        assert answer == plain(PROMPT)
+        return found == {"host": tokens}
+
+    until(reused)
+
+
+def test_graphs_are_refused_and_nobody_waits_while_memory_is_pinned(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+) -> None:
+    config = settings(folder)
+    start(config)
+    gate = Gate(driver, after=1)  # the first of four chunks is there, and then it takes its time
+    serving = engine(config, prefix_cache=False)
+    refusals = noting_refusals(worker_of(serving))
+    assert gate.waiting.wait(PATIENCE_S), "it begins before any graph"
+    for _ in range(2):
+        assert serve(serving, PROMPT) == (plain(PROMPT), {})
+    assert refusals
+    assert all(why == {RowError.NOT_READY} for why in refusals)
+    assert not worker_of(serving)._session
+    gate.open()
+    serve_until_reused(serving, plain)
+    assert worker_of(serving).arena.pinned
+    assert driver.nbytes == worker_of(serving).arena.nbytes
+    assert driver.threads == {"kvcore-tender"}
+
+
+def test_the_leader_does_not_flood_workers_that_are_not_ready(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(client_module, "NOT_READY_S", 1e9)
+    config = settings(folder)
+    start(config)
+    gate = Gate(driver)
+    serving = engine(config, prefix_cache=False)
+    refusals = noting_refusals(worker_of(serving))
+    for seed in range(3):
+        prompt = words(seed, 100)
+        assert serve(serving, prompt) == (plain(prompt), {})
+    assert refusals == [{RowError.NOT_READY}], "one save, and then none for a time"
+    gate.open()
+
+
+def test_memory_that_is_not_pinned_serves_all_the_same(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver, caplog: Any
+) -> None:
+    driver.on_register = refusing(2)
+    config = settings(folder)
+    start(config)
+    serving = engine(config, prefix_cache=False)
+    serve_until_reused(serving, plain)
+    assert not driver.held
+    assert not worker_of(serving).arena.pinned
+    assert caplog.text.count("is not pinned") == 1
+
+
+def test_a_server_that_comes_back_is_pinned_beside_the_steps(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+) -> None:
+    config = settings(folder)
+    server = start(config)
+    serving = engine(config, prefix_cache=False)
+    serve_until_reused(serving, plain)
+    until(lambda: server.idle)
+    gate = Gate(driver)
+    server.close()
+    start(config)
+    manager = serving.leader.manager
+    before = worker_of(serving)._session
+    until(lambda: manager.keeper.member is not None and manager.keeper.member.number != before)
+    assert gate.waiting.wait(PATIENCE_S)
+    refusals = noting_refusals(worker_of(serving))
+    for _ in range(2):
+        assert serve(serving, PROMPT) == (plain(PROMPT), {})
+    assert refusals
+    assert all(why == {RowError.NOT_READY} for why in refusals)
+    gate.open()
+    serve_until_reused(serving, plain)
+    until(lambda: driver.nbytes == worker_of(serving).arena.nbytes)  # the old memory is released
+
+
+def test_a_new_session_of_the_same_server_needs_no_pinning(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+) -> None:
+    config = settings(folder)
+    start(config)
+    serving = engine(config, prefix_cache=False)
+    serve_until_reused(serving, plain)
+    count, keeper = len(driver.calls), serving.leader.manager.keeper
+    before = worker_of(serving)._session
+    keeper._leave()
+    until(lambda: keeper.member is not None and keeper.member.number != before)
+    assert serve(serving, PROMPT) == (plain(PROMPT), {"host": 96}), "at once"
+    assert worker_of(serving)._session not in (0, before)
+    assert len(driver.calls) == count
+
+
+def test_a_worker_that_closes_stops_pinning_and_leaves_nothing(
+    start: Start, engine: Any, folder: Path, driver: Driver
+) -> None:
+    config = settings(folder)
+    start(config)
+    gate = Gate(driver, after=2)
+    serving = engine(config)
+    worker = worker_of(serving)
+    assert gate.waiting.wait(PATIENCE_S)
+    closing = threading.Thread(target=worker.close)
+    closing.start()
+    until(worker._ended.is_set)
+    gate.open()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert not driver.held
+    assert driver.most_nbytes < 4 * CHUNK, "it stopped before the end"
+
+
+def test_whoever_registers_has_the_device_for_its_current_one(
+    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+) -> None:
+    config = settings(folder)
+    start(config)
+    serving = engine(config, prefix_cache=False)
+    serve_until_reused(serving, plain)
+    assert "kvcore-tender" in driver.entered
+    worker_of(serving).close()
+    assert {what for what, _, _ in driver.calls} == {"register", "unregister"}
+    assert all(current for _, _, current in driver.calls)
+    assert not driver.held

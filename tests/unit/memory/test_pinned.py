@@ -1,0 +1,177 @@
+"""Memory that a device reaches: all of it or none, in chunks that no block spans."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore._util import cpus
+from kvcore.errors import UnsupportedError
+from kvcore.memory import device as devices
+from kvcore.memory import pinned
+from kvcore.memory.arena import HostArena
+from kvcore.memory.hugepages import PAGE
+from kvcore.memory.pinned import PinnedRange
+from kvcore.model.shape import BlockShape
+from support.pinning import Driver, FakeGpu, refusing
+
+torch = pytest.importorskip("torch")
+
+SHAPE = BlockShape(3, 2, 8, 16, "float32")
+CHUNK = 4 * PAGE
+
+
+@contextlib.contextmanager
+def chunks_of(nbytes: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned, "CHUNK_NBYTES", nbytes)
+        yield
+
+
+@given(
+    blocks=st.integers(1, 80),
+    unit=st.sampled_from([8, 512, 768, 1536, PAGE, 3 * PAGE, 5 * PAGE + 512]),
+    pages=st.integers(1, 9),
+)
+def test_chunks_are_all_of_it_and_no_block_spans_two(blocks: int, unit: int, pages: int) -> None:
+    driver, address = Driver(), 64 * PAGE
+    with chunks_of(pages * PAGE):
+        held = PinnedRange(FakeGpu(driver), address, blocks * unit, unit)
+    assert driver.nbytes == blocks * unit
+    assert held.chunks == len(driver.held)
+    for block in range(blocks):
+        assert driver.covers(address + block * unit, unit)
+    held.close()
+    assert not driver.held
+    assert all(current for _, _, current in driver.calls)
+
+
+@given(blocks=st.integers(1, 40), fails=st.integers(0, 9), by=st.sampled_from(["driver", "owner"]))
+def test_all_of_it_or_none(blocks: int, fails: int, by: str) -> None:
+    driver = Driver()
+    if by == "driver":
+        driver.on_register = refusing(fails)
+
+    def wanted() -> bool:
+        return by == "driver" or len(driver.held) < fails
+
+    with chunks_of(CHUNK), contextlib.suppress(UnsupportedError):
+        PinnedRange(FakeGpu(driver), 0, blocks * PAGE, PAGE, wanted=wanted).close()
+    assert not driver.held
+    undone = [at for what, at, _ in driver.calls if what == "unregister"]
+    assert undone == [at for what, at, _ in driver.calls if what == "register"][::-1]
+
+
+@pytest.mark.parametrize("arrangement", ["blockwise", "layerwise"])
+@pytest.mark.parametrize("fails", [0, 2, None])
+def test_an_arena_works_pinned_or_not(
+    arrangement: str, fails: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    driver = Driver()
+    if fails is not None:
+        driver.on_register = refusing(fails)
+    with chunks_of(CHUNK):
+        arena = HostArena(SHAPE, 64, arrangement=arrangement, huge_pages=False, pin=FakeGpu(driver))
+    assert arena.pinned is (fails is None)
+    assert driver.nbytes == (arena.nbytes if fails is None else 0)
+    for slot in range(64):
+        for piece in arena.slot_buffers(slot):
+            start = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
+            assert driver.covers(start, piece.nbytes) is (fails is None)
+    arena.tensor().fill_(1)
+    arena.close()
+    assert not driver.held
+    assert not arena.pinned
+    said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
+    if fails is None:
+        assert not said
+        assert f"host memory is pinned, {arena.nbytes} bytes in" in caplog.text
+    else:
+        [line] = said
+        assert f"host memory of {arena.nbytes} bytes is not pinned" in line
+        assert f"error 2 after {fails * CHUNK} bytes" in line or arrangement == "layerwise"
+        assert "locked-memory limit" in line
+        assert "lower host.capacity" in line
+
+
+def test_memory_is_first_touched_from_cores_near_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text(f"{mine[-1]}\n")
+    monkeypatch.setattr(cpus, "_NODES", tmp_path)
+    driver, ran_on = Driver(), []
+    driver.on_register = lambda count: ran_on.append(os.sched_getaffinity(0))
+    driver.node = 1
+    HostArena(SHAPE, 2, huge_pages=False, pin=FakeGpu(driver)).close()
+    assert ran_on == [{mine[-1]}]
+    assert os.sched_getaffinity(0) == set(mine)
+
+
+class Runtime:
+    """The functions of the CUDA runtime that are called, and this thread's pending error."""
+
+    def __init__(self, code: int = 0, bus: bytes = b"") -> None:
+        self.code, self.bus, self.pending = code, bus, 0
+
+    def _fail(self) -> int:
+        self.pending = self.code
+        return self.code
+
+    def HostRegister(self, address: object, nbytes: object, flags: object) -> int:
+        return self._fail()
+
+    def HostUnregister(self, address: object) -> int:
+        return self._fail()
+
+    def DeviceGetPCIBusId(self, name: object, size: object, device: object) -> int:
+        name.value = self.bus  # type: ignore[attr-defined]
+        return self._fail()
+
+    def GetLastError(self) -> int:
+        code, self.pending = self.pending, 0
+        return code
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> devices.CudaDevice:
+    monkeypatch.setattr(torch.cuda, "device", lambda name: contextlib.nullcontext())
+    return devices.CudaDevice(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("code", [0, 712])
+def test_no_error_is_left_for_the_engines_next_kernel(
+    cuda: devices.CudaDevice, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime(code)
+    monkeypatch.setattr(devices, "_runtime", lambda: runtime)
+    with pytest.raises(UnsupportedError, match="712") if code else contextlib.nullcontext():
+        cuda.register(0, PAGE)
+    assert not runtime.pending
+    cuda.unregister(0)
+    assert not runtime.pending
+    cuda.numa_node()
+    assert not runtime.pending
+
+
+@pytest.mark.parametrize(("told", "node"), [("1", 1), ("0", 0), ("-1", None), ("", None)])
+def test_the_node_of_a_gpu_is_that_of_its_slot(
+    cuda: devices.CudaDevice,
+    tmp_path: Path,
+    told: str,
+    node: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "_PCI", tmp_path)
+    monkeypatch.setattr(devices, "_runtime", lambda: Runtime(bus=b"0000:3B:00.0"))
+    assert cuda.numa_node() is None, "a container without this part of /sys"
+    (tmp_path / "0000:3b:00.0").mkdir()
+    (tmp_path / "0000:3b:00.0" / "numa_node").write_text(f"{told}\n")
+    assert cuda.numa_node() == node
