@@ -45,7 +45,7 @@ def view(*memory: Memory) -> KVView:
 
 def test_the_plugin_offers_the_operations() -> None:
     manager = PluginManager(entry_points=[ENTRY], strict=True)
-    assert [f.name for f in manager.found("ops")] == ["native", "reference", "triton"]
+    assert [f.name for f in manager.found("ops")] == ["link", "native", "reference", "triton"]
 
 
 def test_the_plugin_is_light() -> None:
