@@ -156,8 +156,8 @@ def _unit_pieces(
         for view, rows, found in ((src, of, offsets[0]), (dst, to, offsets[1]))
     )
     pages = [view.layout.page_tokens // unit for view in (src, dst)]
-    found = _joined(source, target, np.concatenate(sizes) * item)
-    return UnitPieces(*found, unit, unit_tokens // unit, *pages)
+    joined = _joined(source, target, np.concatenate(sizes) * item)
+    return UnitPieces(*joined, unit, unit_tokens // unit, *pages)
 
 
 def _uncut(unit_tokens: int, *tables: Array) -> int:
