@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvcore.errors import LayoutError
 from kvcore.memory.checksums import tensor_sums
+from kvcore.memory.copy.cache import ViewCache
 from kvcore.memory.layout import KVView
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ class DeviceOps(ABC):
         until the sums are known, on a GPU on the current stream.
         """
         return tensor_sums(data, offsets, nbytes)
+
+    def prepare(self, pages: KVView, blocks: KVView, unit_tokens: int) -> None:  # noqa: B027
+        """Do once what the first copies between two views would do: allocate, load, compile.
+
+        Copies will be of units of ``unit_tokens``, both ways. Moves no KV. Blocks, maybe for
+        seconds. Most implementations have nothing to do.
+        """
 
     @abstractmethod
     def copy(
@@ -94,11 +102,19 @@ def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     """Return [planes, 10]: where C (``plane_t``) and Triton find KV. Reads no memory.
 
     The planes are those of ``layers``, K before V. Values are in elements, except for the address,
-    which is that of ``first_head``.
+    which is that of ``first_head``. The array is shared: it cannot be written to.
 
     address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
     head dim
     """
+    chosen = tuple(layers)
+    return _tables.get((view,), (chosen, first_head), lambda: _plane_rows(view, chosen, first_head))
+
+
+_tables = ViewCache()
+
+
+def _plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     itemsize = view.layout.itemsize
     addresses = [tensor.data_ptr() for tensor in view.tensors]
     rows = []
@@ -115,7 +131,9 @@ def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
                     plane.head_dim,
                 )
             )  # fmt: skip
-    return np.array(rows, dtype=np.int64)
+    table = np.array(rows, dtype=np.int64)
+    table.flags.writeable = False
+    return table
 
 
 def check_copy(
