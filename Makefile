@@ -20,13 +20,14 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-compat env-release env-sglang demo demo-cluster test test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site lock release-files clean clean-env
+.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
+	@echo "make test-all    those, and alone what they test together (over an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
@@ -45,10 +46,17 @@ env:
 	@$(PYTHON) tools/env.py vllm
 
 # The oldest and the newest engines that kvcore is tested with, beside the environments' own.
-env-compat: env env-sglang
-	@$(PYTHON) tools/env.py vllm-0.30
-	@$(PYTHON) tools/env.py vllm-0.33
-	@$(PYTHON) tools/env.py sglang-0.5.20
+env-compat: env-vllm-0.30 env-vllm-0.33 env-sglang-0.5.20
+
+env-vllm-%: env
+	@$(PYTHON) tools/env.py vllm-$*
+
+env-sglang-%: env-sglang
+	@$(PYTHON) tools/env.py sglang-$*
+
+# Two at a time: pip needs one core each.
+env-all:
+	@$(MAKE) --no-print-directory -j 2 --output-sync=target env env-release env-sglang env-compat
 
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
@@ -64,18 +72,20 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
-test: env-compat env-release
+test: CHOSEN = not exhaustive
+test-all: CHOSEN = exhaustive or not exhaustive
+test test-all: env-all
 	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
-	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine" $(PYTEST)
-	$(RUN) -m pytest $(ELSEWHERE) -m whole_machine $(PYTEST)
-	$(RUN) -m pytest tests/kernels $(SPREAD) $(PYTEST)
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(PYTEST)
+	$(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.harness.models smollm2
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "not exhaustive" $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)

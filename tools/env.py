@@ -283,16 +283,17 @@ def _stand_ins(env: Environment) -> None:
 
 def _system(env: Environment) -> None:
     """Install the system packages that are missing, or raise EnvError with their names."""
-    missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
-    if not missing:
-        return
-    apt = shutil.which("apt-get")
-    if apt is None or os.geteuid() != 0:
-        raise EnvError(
-            f"system packages are missing; as root, run apt-get install {' '.join(missing)}"
-        )
-    env.logged([apt, "update"])
-    env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
+    with _only_one(ROOT / ".venvs" / "system"):  # apt fails while another one runs
+        missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
+        if not missing:
+            return
+        apt = shutil.which("apt-get")
+        if apt is None or os.geteuid() != 0:
+            raise EnvError(
+                f"system packages are missing; as root, run apt-get install {' '.join(missing)}"
+            )
+        env.logged([apt, "update"])
+        env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
 
 
 def _has_tool(name: str) -> bool:
@@ -377,7 +378,8 @@ def engine_of(name: str) -> str:
 
 
 def _kvcore(env: Environment) -> None:
-    env.pip("install", "--editable", f"{ROOT}[dev,bench,docs,kernels]")
+    with _only_one(ROOT / ".venvs" / "kvcore"):  # its C code is compiled into the checkout
+        env.pip("install", "--editable", f"{ROOT}[dev,bench,docs,kernels]")
 
 
 # --- stamps -----------------------------------------------------------------------------------
@@ -439,7 +441,6 @@ def found_stamp(path: Path) -> dict[str, str]:
 
 def make(engine: str, path: Path, gpu: bool) -> None:
     """Bring the environment up to date. Creates only what has changed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(path):
         wanted, found = wanted_stamp(engine, gpu), found_stamp(path)
         if found == wanted:
@@ -484,7 +485,6 @@ def make_release(path: Path) -> None:
 
 def _make_whole(env: Environment, wanted: dict[str, str], steps: list[Step]) -> None:
     """Create an environment anew by these steps, unless its stamp is as wanted."""
-    env.path.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(env.path):
         if found_stamp(env.path) == wanted:
             print(f"{env.path} is up to date")
@@ -510,7 +510,8 @@ def _run(env: Environment, steps: list[Step]) -> None:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Hold the lock of `path`. Blocks while another process creates the same environment."""
+    """Hold the lock of `path`. Blocks while another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,8 @@
 """vLLM's oldest and newest version in each of its configurations, with some of the kit's cases.
 
-`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case."""
+`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case. The version between them,
+0.32, runs in every other test of vLLM, with synchronous scheduling and on Model Runner V2 in
+test_vllm_faults.py; `make test-all` runs the cases in those configurations too."""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def interpreter(version: str) -> Path | None:
 @pytest.mark.parametrize(
     ("version", "runs"),
     [
-        (version, runs)
+        pytest.param(version, runs, marks=[pytest.mark.exhaustive] if version == "0.32" else [])
         for version in VERSIONS
         for runs in ("sync", "", "v2")
         if (version, runs) != ("0.32", "")  # all other tests of vLLM run that

@@ -6,7 +6,7 @@
         afterwards                 nothing leaked, answers are right, every tier gives KV again
 
 `Bench` has the engine (`kvcore.testing.faults.process`). `DISK`, `STORE` and `BLENDS` are the
-cells.
+cells, and `together` merges those that one run can strike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcore.harness.prompts import windows
 from kvcore.testing.faults.plan import FITS, Fault, Rule, Seam
 from kvcore.testing.faults.process import FaultControl, State
 
-__all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings"]
+__all__ = ["BLENDS", "DISK", "EXACT", "STORE", "Bench", "Cell", "cell_id", "settings", "together"]
 
 EXACT: dict[str, Any] = {"enabled": False}
 ALL: dict[str, Any] = {"ratio": 1.0}
@@ -137,6 +137,22 @@ BLENDS = [
 ]
 """Cells for blends, whose chunks are fetched to host memory and then to the staging area.
 """
+
+
+def together(cells: Sequence[Cell]) -> list[Cell]:
+    """Merge cells by fault: one cell strikes at all seams that have the fault.
+
+    A run of a merged cell ends when each of its rules has struck. Cells stay as they are if a call
+    hangs in them for ever, since it may keep the other seams from being reached, and if they have
+    several rules already.
+    """
+    merged: dict[object, list[Rule]] = {}
+    for cell in cells:
+        alone = cell.hangs or len(cell.rules) > 1
+        same = cell if alone else (cell.by, cell.rules[0].fault)
+        merged.setdefault(same, []).extend(cell.rules)
+    by = [same.by if isinstance(same, Cell) else same[0] for same in merged]
+    return [Cell(tuple(rules), way) for rules, way in zip(merged.values(), by, strict=True)]
 
 
 def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ Faults are injected at every seam of the engine. The fixtures are:
     store                               an engine with an object store below host memory
 
 ``test_killed_in_the_middle_of_a_write`` kills an engine and starts the next one on its disk. Five
-engines start in all; those with a disk and a store run their cells one after another. Needs pytest.
+engines start in all; those with a disk and a store run their cells one after another.
+`FaultsTogether` has fewer cells, for engines whose steps take long. Needs pytest.
 """
 
 from __future__ import annotations
@@ -44,17 +45,22 @@ from kvcore.testing.faults.cells import (
     Cell,
     cell_id,
     settings,
+    together,
 )
 from kvcore.testing.faults.plan import Fault, Rule, Seam
 from kvcore.testing.faults.process import FaultControl, write_injector
 from kvcore.testing.waiting import until
 
-__all__ = ["FaultContract"]
+__all__ = ["FaultContract", "FaultsTogether"]
 
 _UNCACHED: dict[str, dict[str, Any]] = {
     "vllm": {"enable_prefix_caching": False},
     "sglang": {"disable_radix_cache": True},
 }
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell.by}-{cell_id(cell)}"
 
 
 class FaultContract:
@@ -119,7 +125,7 @@ class FaultContract:
         with small_engine(model, kvcore, env, cls.engine, **cls.engine_args) as process:
             yield process
 
-    @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=lambda c: f"{c.by}-{cell_id(c)}")
+    @pytest.mark.parametrize("cell", [*DISK, *BLENDS], ids=_label)
     def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
         if unsaid := self.silent.intersection(rule.seam for rule in cell.rules):
             pytest.skip(f"{self.engine}'s leader never sends {', '.join(s.value for s in unsaid)}")
@@ -148,6 +154,18 @@ class FaultContract:
             got = answers(process, asked, fusion=EXACT)
             assert_same_answers(got, right(asked))
             assert sum(one.tiers.get("disk", 0) for one in got[:3]) > 0
+
+
+class FaultsTogether(FaultContract):
+    """The same faults, struck at all seams at once where they may be (`cells.together`)."""
+
+    @pytest.mark.parametrize("cell", together([*DISK, *BLENDS]), ids=_label)
+    def test_over_a_disk(self, disk: Bench, cell: Cell) -> None:
+        super().test_over_a_disk(disk, cell)
+
+    @pytest.mark.parametrize("cell", together(STORE), ids=cell_id)
+    def test_over_a_store(self, store: Bench, cell: Cell) -> None:
+        super().test_over_a_store(store, cell)
 
 
 def _on_disk(folder: Path) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def eviction_under_pressure(kit: Kit) -> None:
 @case("equality", Capability.PREEMPTION)
 def preemption(kit: Kit) -> None:
     """Engine memory holds a fraction of the requests, so some are preempted and start over."""
-    asks = [Ask(kit.tokens(1600 + i, 100), max_tokens=90) for i in range(6)]
+    asks = [Ask(kit.tokens(1600 + i, 100), max_tokens=64) for i in range(6)]
     with kit.engine(memory_tokens=640) as engine:
         kit.assert_same(engine.ask(asks), asks)
         assert engine.preemptions > 0, "nothing was preempted"
