@@ -1,7 +1,9 @@
-# Every target makes the environment first; when it is there already, that takes no time.
+# Every target makes the environment first, but `gpu`, `gpu-bundle` and `clean`; when it is there
+# already, that takes no time.
 #   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make demo-cluster [MODEL=folder-or-name] [CLUSTER="--documents 3 --tokens 2048 --store redis"]
 #   make test [PYTEST="-k restart"]
+#   make gpu [GPU_PARTS=kernels,worker] [GPU_PYTHON=python3]
 
 PYTHON ?= python3
 ENGINE ?= vllm
@@ -13,14 +15,14 @@ SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py tools/release.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py tools/gpu tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench docs docs-site lock release-files clean clean-env
+.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +38,8 @@ help:
 	@echo "make test-compat  the probes against each listed release of the engines, from its wheel"
 	@echo "make lint        ruff, mypy --strict and the import contract"
 	@echo "make bench       the measurements the project promises"
+	@echo "make gpu         on a machine with a GPU: tests, measurements, real vLLM (25 minutes at most); no network needed"
+	@echo "make gpu-bundle  what such a machine lacks, in folders of at most 60 MiB, in results/gpu-bundle"
 	@echo "make docs        write the pages that are generated"
 	@echo "make docs-site   the documentation as a site, in site/; fails on a broken link"
 	@echo "make lock        write deploy/requirements*.txt anew: versions and hashes, from the package index"
@@ -109,11 +113,22 @@ lint: env
 bench: env
 	$(RUN) -m benchmarks $(BENCH)
 
+# These two make no environment: a machine without a network could not. They take .venvs/vllm if it
+# is there, else $(PYTHON).
+GPU_PYTHON ?= $(if $(wildcard $(RUN)),$(RUN),$(PYTHON))
+
+gpu:
+	$(if $(GPU_PARTS),GPU_PARTS="$(GPU_PARTS)") $(GPU_PYTHON) -m tools.gpu
+
+gpu-bundle:
+	$(GPU_PYTHON) -m tools.gpu.bundle
+
 docs: env
 	$(VENV)/bin/kvcore config --docs > docs/configuration.md
 	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
 	$(RUN) -m tools.identity > docs/identity.md
 	$(RUN) -m tools.compat --page
+	$(RUN) -m tools.gpu.page
 
 docs-site: env
 	$(SITE)

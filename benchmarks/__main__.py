@@ -25,6 +25,7 @@ APART = (
     "server",
     "step_cost",
     "end_to_end",
+    "decode_beside",
     "sglang_ttft",
     "remote",
     "protection",

@@ -2,6 +2,10 @@
 
 The variable is set for these imports and these tests alone, so that no process that other tests
 start inherits it.
+
+KERNEL_TESTS_ON=cuda runs the same cases on a GPU, compiled (`support.moved_kernels`).
+KERNEL_TESTS_ON=cpu moves tensors too, to other memory of the CPU, and interprets the kernels there:
+it shows that moving changes no case.
 """
 
 import os
@@ -11,17 +15,29 @@ import numpy as np
 import pytest
 
 INTERPRET = "TRITON_INTERPRET"
+DEVICE = os.environ.get("KERNEL_TESTS_ON", "")
+COMPILED = DEVICE not in ("", "cpu")  # as in `support.moved_kernels`, which needs Triton
 
 torch = pytest.importorskip("torch")
-if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
+if COMPILED and not torch.cuda.is_available():
+    pytest.skip(f"KERNEL_TESTS_ON={DEVICE}: torch sees no GPU", allow_module_level=True)
+if not COMPILED and "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
     pytest.skip(
         "Triton is imported already, for a GPU: run `pytest tests/kernels` as a process of its own",
         allow_module_level=True,
     )
 with pytest.MonkeyPatch.context() as patch:
-    patch.setenv(INTERPRET, "1")
+    if COMPILED:
+        patch.delenv(INTERPRET, raising=False)
+    else:
+        patch.setenv(INTERPRET, "1")
     pytest.importorskip("triton")
     import kvcore_kernels.all  # noqa: F401 - decorates every kernel
+
+if DEVICE:  # before the test modules import names; for as long as this process lasts
+    from support.moved_kernels import replace_launches
+
+    replace_launches(pytest.MonkeyPatch(), torch.device(DEVICE))
 
 
 # What torch calls Triton's floats.
@@ -48,6 +64,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also mends two faults of the interpreter (3.6 to 3.9): its dot multiplies bfloat16's bits as
     integers (operands are widened to float32 first, which is exact), and its conversions of
     bfloat16 and fp8 cut off bits, lose carries and make numbers of NaN."""
+    if COMPILED:
+        return
     from triton.language import bfloat16, float32
     from triton.runtime import interpreter
 

@@ -1,7 +1,6 @@
 """The copy that rotates, in the interpreter, against a copy, `Rope.shift` and a copy: every byte.
 
-The interpreter fuses no multiply-add, so that both twins round alike; a GPU may differ from the
-naive twin by one unit in the last place.
+The interpreter fuses no multiply-add, so that both twins round alike. A GPU may round otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import KVView, unit_tokens
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.shift import launch, naive
-from kvcore_kernels.testing import ENGINES, arena_view, assert_same, normal, slot_view, twin
+from kvcore_kernels.testing import ENGINES, arena_view, assert_same, normal, raw, slot_view, twin
+from support.moved_kernels import assert_rotated
 
 SCALINGS = [
     Linear(4.0),
@@ -33,7 +33,8 @@ def check(src: KVView, units: np.ndarray, dst: KVView, *args: object) -> KVView:
     before = twin(src)
     launch.copy_shifted(src, units, ours, *args)  # type: ignore[arg-type]
     naive.copy_shifted(src, units, right, *args)  # type: ignore[arg-type]
-    assert_same(ours, right)
+    wholes = ([raw(t).view(t.dtype) for t in view.tensors] for view in (ours, right))
+    assert_rotated(*wholes)
     assert_same(src, before)
     return ours
 
