@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
-from kvcore.memory.device import Device, Event, Stream
+from kvcore.memory.cuda_batch import Addresses
+from kvcore.memory.device import CpuDevice, Device, Event, Stream
 from kvcore.memory.layout import KVView
 
 WAIT = 20.0
@@ -123,6 +124,12 @@ class ManualDevice(Device):
 
     def upload(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array)
+
+    def copy_batch(
+        self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
+    ) -> None:
+        given = dst.copy(), src.copy(), sizes.copy()
+        self.current_stream().launch(lambda: CpuDevice(self.name).copy_batch(*given))
 
     def synchronize(self) -> None:
         self.run()
