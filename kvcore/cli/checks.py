@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -27,6 +28,9 @@ from kvcore.tiers.disk.gds import BACKENDS
 __all__ = ["examine"]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+_NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+_CUFILE = Path("/etc/cufile.json")
+_P2PDMA = re.compile(r'^\s*"use_pci_p2pdma"\s*:\s*true', re.MULTILINE)
 _MEMORY = Path("/proc/meminfo")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SLOT = 1 << 20
@@ -192,11 +196,34 @@ def _to_device() -> Finding:
     for backend in BACKENDS[kind]:
         try:
             FileAgent(backend)
-            return Finding("disk to device", Level.GOOD, f"NIXL's backend {backend} starts")
+            found = f"NIXL's backend {backend} starts"
+            if kind == "VRAM" and not _reads_directly():
+                return Finding(
+                    "disk to device",
+                    Level.WARNING,
+                    f"{found}, in cuFile's compatibility mode: reads go through host memory",
+                    f'load the kernel module nvidia-fs, or set "use_pci_p2pdma" in {_CUFILE} if '
+                    "the drive and the kernel allow it",
+                )
+            return Finding("disk to device", Level.GOOD, found)
         except KVCoreError as error:  # noqa: PERF203 - two tries
             reasons.append(str(error))
     change = 'or set disk.to_device = "off": blocks go through host memory all the same'
     return Finding("disk to device", Level.WARNING, "; ".join(reasons), change)
+
+
+def _reads_directly() -> bool:
+    """Return True if cuFile has a way past host memory: nvidia-fs, or the kernel's PCI P2PDMA.
+
+    The file system may still have none. cuFile then falls back for each file, and tells only its
+    own log.
+    """
+    if _NVIDIA_FS.is_dir():
+        return True
+    try:
+        return _P2PDMA.search(_CUFILE.read_text()) is not None
+    except (OSError, ValueError):
+        return False
 
 
 def _speed(folder: Path) -> float:

@@ -88,6 +88,7 @@ class NixlAgent:
         """
         api = nixl_module()
         self.name = name
+        self._registered: list[Any] = []  # what NIXL told of memory and files
         self._errors = _errors_of(api)
         # RuntimeError: raised if it finds no plugin.
         starting: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
@@ -103,7 +104,7 @@ class NixlAgent:
 
     def _register(self, memory: Memory) -> None:
         place = (memory.address, memory.nbytes, memory.device, "")
-        self._agent.register_memory([place], memory.kind)
+        self._registered.append(self._agent.register_memory([place], memory.kind))
 
     def _state(self, handle: Any, *, post: bool = False) -> str:
         """Return the state of a transfer, as NIXL's word or an error's text."""
@@ -142,10 +143,20 @@ class FileAgent(NixlAgent):
         Raises TierUnavailable if NIXL does not accept it.
         """
         try:
-            self._agent.register_memory([(0, nbytes, fd, "")], "FILE")
+            self._registered.append(self._agent.register_memory([(0, nbytes, fd, "")], "FILE"))
         except self._errors as error:
             raise TierUnavailable(f"NIXL registers no file: {say(error)}") from error
         self._kept.add(fd)
+
+    def close(self) -> None:
+        """Deregister memory and files, so that another agent may register them. Idempotent.
+
+        No move may be under way.
+        """
+        while self._registered:
+            with suppress(*self._errors):
+                self._agent.deregister_memory(self._registered.pop())
+        self._kept.clear()
 
     def move(self, operation: str, spans: Sequence[FileSpan]) -> str:
         """READ or WRITE files, and return NIXL's word for the outcome.

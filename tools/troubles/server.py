@@ -23,6 +23,19 @@ SERVER = [
         "Start the server with the engines' config file, or set `fusion.enabled` there.",
     ),
     Trouble(
+        "the server's memory cannot be mapped: %s",
+        "A worker finds the server's host memory and cannot map it. Until it can, its engine "
+        "computes.",
+        "Give the worker access to `server.folder` and to the folder of the memory, and enough "
+        "address space (`ulimit -v`).",
+    ),
+    Trouble(
+        "the server's memory could not be tended",
+        "The thread that pins and releases the server's memory met an error, which is in the "
+        "line. It goes on.",
+        "If the error is one of the GPU, restart the engine. Otherwise report it.",
+    ),
+    Trouble(
         "the kvcore server is gone: the engine computes until it is back",
         "The server was silent for a whole lease.",
         "Start it again. Blocks on disk are found again.",

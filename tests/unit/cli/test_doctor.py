@@ -209,3 +209,36 @@ def test_a_server_has_the_pages_of_its_mount(
     assert f"remount,huge=advise {asked[0]}" in found.change
     monkeypatch.setattr(checks, "gives_huge_pages", lambda mount: True)
     assert look(contact_s=None, **server)["huge pages"].level is Level.GOOD
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "direct"),
+    [
+        (True, None, True),
+        (False, None, False),
+        (False, '{"properties": {\n  "use_pci_p2pdma": true,\n}}', True),
+        (False, '{"properties": {\n  // "use_pci_p2pdma": true,\n}}', False),
+    ],
+)
+def test_it_tells_whether_disk_to_device_goes_past_host_memory(
+    look: Any,
+    tmp_path: Path,
+    monkeypatch: Any,
+    module: bool,
+    settings: str | None,
+    direct: bool,
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(checks, "FileAgent", started.append)
+    for name in ("_DRIVER", "_NVIDIA_FS", "_CUFILE"):
+        monkeypatch.setattr(checks, name, tmp_path / name)
+    (tmp_path / "_DRIVER").write_text("NVRM version: NVIDIA UNIX 580.1 of some day\n")
+    if module:
+        (tmp_path / "_NVIDIA_FS").mkdir()
+    if settings is not None:
+        (tmp_path / "_CUFILE").write_text(settings)
+    disk = {"path": str(tmp_path / "kv"), "capacity": 1 << 20, "to_device": "on"}
+    found = look(disk=disk)["disk to device"]
+    assert started == ["GDS_MT"]
+    assert found.level is (Level.GOOD if direct else Level.WARNING)
+    assert ("compatibility mode" in found.found) is not direct

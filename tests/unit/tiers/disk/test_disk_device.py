@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.checksums import bound_to, naive_sum
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.nixl import FileAgent, FileSpan
+from kvcore.memory.nixl import FileAgent, FileSpan, Memory
 from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
@@ -229,3 +232,86 @@ def test_after_close_nothing_is_read(path: Path, region: DeviceRegion) -> None:
     assert isinstance(tier, DiskTier)
     [error] = tier.read_device(wanted(blocks))
     assert error is not None
+
+
+class CuFile:
+    """What cuFile knows in a process: each descriptor and each region once."""
+
+    def __init__(self) -> None:
+        self.held: set[tuple[str, int]] = set()
+        self.agents: list[FileAgent] = []
+
+    def agent_class(self, barrier: threading.Barrier) -> type[FileAgent]:
+        """Return a class of agents that move by POSIX, and register as cuFile does."""
+        cufile = self
+
+        class Strict(FileAgent):
+            def __init__(self, backend: str, memory: Memory) -> None:
+                self._mine = [cufile.take("region", memory.address)]
+                super().__init__("POSIX", memory)
+                cufile.agents.append(self)
+
+            def keep(self, fd: int, nbytes: int) -> None:
+                self._mine.append(cufile.take("file", fd))
+                super().keep(fd, nbytes)
+
+            def move(self, operation: str, spans: Sequence[FileSpan]) -> str:
+                assert cufile.held.issuperset(self._mine), "another agent deregistered it"
+                with suppress(threading.BrokenBarrierError):
+                    barrier.wait(0.2)  # long enough to meet, if both callers come at once
+                return super().move(operation, spans)
+
+            def close(self) -> None:
+                cufile.held.difference_update(self._mine)
+                super().close()
+
+        return Strict
+
+    def take(self, kind: str, what: int) -> tuple[str, int]:
+        if (kind, what) in self.held:
+            raise TierUnavailable("CU_FILE_HANDLE_ALREADY_REGISTERED")
+        self.held.add((kind, what))
+        return kind, what
+
+
+def test_gpudirect_storage_has_one_agent_for_a_file(
+    path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cufile, barrier = CuFile(), threading.Barrier(2)
+    monkeypatch.setattr(direct, "FileAgent", cufile.agent_class(barrier))
+    monkeypatch.setitem(direct.BACKENDS, "DRAM", ("GDS_MT",))
+    blocks = some_blocks(6)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        assert "GDS_MT" in tier.attach_device(region)
+        with ThreadPoolExecutor(2) as pool:
+            parts = [wanted(blocks[at : at + 3], at) for at in (0, 3)]
+            assert list(pool.map(tier.read_device, parts)) == [[None] * 3] * 2
+        assert [held(region, i) for i in range(6)] == [b.data[: SHAPE.nbytes] for b in blocks]
+        assert len(cufile.agents) == 1
+        move = FileAgent.move
+
+        def fail(self: FileAgent, operation: str, spans: Sequence[FileSpan]) -> str:
+            return "ERR" if len(spans) > 1 else move(self, operation, spans)
+
+        monkeypatch.setattr(FileAgent, "move", fail)
+        assert tier.read_device(wanted(blocks)) == [None] * 6, "one by one, with a new agent"
+        assert len(cufile.agents) == 2
+    assert not cufile.held, "closed with the tier"
+
+
+def test_a_start_that_fails_leaves_nothing_registered(
+    path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cufile = CuFile()
+    strict = cufile.agent_class(threading.Barrier(1))
+    monkeypatch.setattr(direct, "FileAgent", strict)
+    with opened(path, device_sums=True) as (_, tier):
+        assert isinstance(tier, DiskTier)
+        monkeypatch.setattr(FileAgent, "keep", lambda *_: _refuse())
+        assert not tier.attach_device(region)
+    assert not cufile.held
+
+
+def _refuse() -> None:
+    raise TierUnavailable("NIXL registers no file")
