@@ -190,15 +190,15 @@ def test_units_beyond_32_bits(programs: int | None) -> None:
     pages, far_page = (1 << 31) + 8, (1 << 31) + 4
     plane = Plane(0, 0, 1, 24, Axis(2), Axis(1), 2)
     memory = torch.empty(pages + 48, dtype=torch.bfloat16)
-    crowd = KVView(KVLayout("bfloat16", pages, 12, 2, ((plane,),)), [memory])
-    far = np.array([4, 6 * far_page + 1, 6 * far_page + 5, 0])
+    crowd = KVView(KVLayout("bfloat16", pages, 10, 2, ((plane,),)), [memory])
+    far = np.array([4, 5 * far_page + 1, 5 * far_page + 3, 0])
     shape = BlockShape(1, 2, 2, 8, "bfloat16", kv_factor=1)
     first, second = normal(arena_view(shape, 1)), arena_view(shape, 1)
     ops, order = KernelOps(programs), np.array([1, 2, 3, 0])
     ops.copy_blocks(first, order, crowd, far, unit_tokens=2)
     for unit, block_unit in zip(far.tolist(), order.tolist(), strict=True):
         for head, token, dim in np.ndindex(2, 2, 2):
-            there = crowd.layout.offset(0, 0, unit // 6, head, unit % 6 * 2 + token, dim)
+            there = crowd.layout.offset(0, 0, unit // 5, head, unit % 5 * 2 + token, dim)
             here = first.layout.offset(0, 0, 0, head, block_unit * 2 + token, dim)
             assert memory[there] == first.tensors[0][here]
     ops.copy_blocks(crowd, far, second, order, unit_tokens=2)

@@ -155,9 +155,9 @@ def _plan(
     def make() -> _Plan:
         (source, target), tile = _tables(src, dst, layers, unit_tokens, heads)
         here = device_of(device)
-        tables = to_device((source.rows, target.rows), device)
+        sources, targets = to_device((source.rows, target.rows), device)
         sent = here.current_stream().record()
-        return _Plan(here, *tables, len(source.rows), tile, sent)
+        return _Plan(here, sources, targets, len(source.rows), tile, sent)
 
     return _plans.get((src, dst), (tuple(layers), unit_tokens, heads), make)
 

@@ -55,8 +55,9 @@ class _Side(NamedTuple):
         page, unit = np.divmod(units, page_units)
         found: Array = self.start[:, None] + self.page[:, None] * page
         if page_units > 1:
-            outer, inner = np.divmod(unit * unit_tokens, self.token_inner[:, None])
-            found += outer * self.token[:, None] + inner * self.token_step[:, None]
+            token = unit * unit_tokens
+            outer, inner = token // self.token_inner[:, None], token % self.token_inner[:, None]
+            found = found + outer * self.token[:, None] + inner * self.token_step[:, None]
         return found
 
     def take(self, chosen: Array) -> _Side:
