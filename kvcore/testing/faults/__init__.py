@@ -12,6 +12,8 @@ whether a rule strikes at the n-th point that it sees does not depend on the thr
 there. For an engine in another process, `plugin` offers tiers that follow a file of rules, and
 `process` injects faults at every seam.
 
+`turns` has threads pass seams one at a time, in an order of a seed, for races.
+
 `FITS` says which faults each seam can have.
 """
 

@@ -89,6 +89,7 @@ def _every(fault: Fault, *seams: Seam) -> Cell:
 _COPIES = (Seam.LOAD, Seam.SAVE, Seam.DEVICE)
 _TIER = (Seam.TIER_READ, Seam.TIER_WRITE)
 _FILES = (Seam.FILE_READ, Seam.FILE_WRITE, Seam.RECORD, Seam.SYNC)
+_READS = {Seam.LOAD, Seam.FILE_READ, Seam.TIER_READ, Seam.STORE_GET}
 _SLOW_READ = Rule(Fault.LATENCY, Seam.TIER_READ, seconds=0.3)
 
 DISK = [
@@ -140,19 +141,19 @@ BLENDS = [
 
 
 def together(cells: Sequence[Cell]) -> list[Cell]:
-    """Merge cells by fault: one cell strikes at all seams that have the fault.
+    """Merge cells by fault: one cell strikes at all seams of a direction that have the fault.
 
-    A run of a merged cell ends when each of its rules has struck. Cells stay as they are if a call
-    hangs in them for ever, since it may keep the other seams from being reached, and if they have
-    several rules already.
+    A run of a merged cell ends when each of its rules has struck. Reads and writes are apart,
+    because nothing reads what no write has stored. Cells stay as they are if a call hangs in them
+    for ever, since it may keep the other seams from being reached, and if they have several rules.
     """
-    merged: dict[object, list[Rule]] = {}
+    merged: dict[tuple[object, ...], list[Rule]] = {}
     for cell in cells:
+        rule = cell.rules[0]
         alone = cell.hangs or len(cell.rules) > 1
-        same = cell if alone else (cell.by, cell.rules[0].fault)
+        same = (cell.by, *cell.rules) if alone else (cell.by, rule.fault, rule.seam in _READS)
         merged.setdefault(same, []).extend(cell.rules)
-    by = [same.by if isinstance(same, Cell) else same[0] for same in merged]
-    return [Cell(tuple(rules), way) for rules, way in zip(merged.values(), by, strict=True)]
+    return [Cell(tuple(rules), str(by)) for (by, *_), rules in merged.items()]
 
 
 def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +41,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(script, "ROOT", root)
     monkeypatch.setattr(script.Environment, "create", create)
+    script.install_kvcore = script._kvcore  # type: ignore[attr-defined]
     monkeypatch.setattr(script, "_system", lambda _: done.append("system"))
     monkeypatch.setattr(script, "_kvcore", lambda _: done.append("kvcore"))
     monkeypatch.setattr(script, "recipe", lambda _engine, gpu: [step(f"engine, gpu={gpu}")])
@@ -93,6 +96,26 @@ def test_a_failed_step_is_told_and_not_taken_for_done(
         assert env.main(["vllm", "--path", str(path), "--device", "cpu"]) == 1
         assert "no space left" in capsys.readouterr().err
     assert made(env, path) == ["kvcore"], "the engine was installed: that is not done again"
+
+
+def test_one_environment_at_a_time_builds_kvcore(env: ModuleType) -> None:
+    """`make test` creates two at once, and both compile C code into the same checkout."""
+    building: list[int] = []
+    seen: list[int] = []
+
+    class Target:
+        def pip(self, *arguments: str) -> None:
+            building.append(1)
+            time.sleep(0.05)
+            seen.append(len(building))
+            building.pop()
+
+    threads = [threading.Thread(target=env.install_kvcore, args=(Target(),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
 
 
 def test_a_folder_that_is_no_environment_is_not_removed(tmp_path: Path) -> None:
