@@ -162,7 +162,7 @@ class ServedWorker(KVWorker):
             self._reads.withdraw(graph_id)
 
     def _join(self, graph: TransferGraph) -> bool:
-        """Join the session of a graph unless it is joined; return False while its arena is pinned."""
+        """Join the graph's session, unless it is joined; return False while memory is pinned."""
         session = session_of(graph.graph_id)
         if not session:
             raise TierUnavailable("the server did not plan this load")
