@@ -501,12 +501,15 @@ class ModelCache:
             self._done(claim, op_id, read.reported)
 
     def withdraw(self, session: int, graph_id: int) -> None:
-        """Fail the reads of a graph that have not begun, so that no rank waits for the others."""
+        """Fail the reads of a graph that have not begun, so that no rank waits for the others.
+
+        A rank that asks later is told at once.
+        """
         claim = self._claims.get(graph_id)
         if claim is None or claim.session != session:
             return
         for op_id, read in claim.reads.items():
-            if read.asked and not read.running and read.failed is None:
+            if not read.running and read.failed is None:
                 self._read_ended(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
 
     def end(self, session: int) -> int:

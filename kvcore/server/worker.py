@@ -61,12 +61,19 @@ class _ServedRead:
         self.secret = b""
         """The secret of the session that the worker has joined."""
 
-    def enter(self, session: int) -> None:
-        """Say that this connection belongs to a rank.
+    def enter(self, session: int, secret: bytes | None = None) -> None:
+        """Say that this connection belongs to a rank. ``secret`` is that of a session not joined.
 
         It is said before every read, because after a break the connection is a new one.
         """
-        self._link.tell(EnterSession(self._link.ref(), session, self.secret))
+        secret = self.secret if secret is None else secret
+        self._link.tell(EnterSession(self._link.ref(), session, secret))
+
+    def withdraw(self, graph_id: int, secret: bytes | None = None) -> None:
+        """Fail the reads of a graph that have not begun: other ranks may wait for this one."""
+        session = session_of(graph_id)
+        self.enter(session, secret)
+        self._link.tell(WithdrawRequest(self._link.ref(), session, graph_id))
 
     def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
         link, session = self._link, session_of(graph.graph_id)
@@ -142,7 +149,7 @@ class ServedWorker(KVWorker):
         """
         with self._joining:
             try:
-                ready = self._join(session_of(graph.graph_id))
+                ready = self._join(graph)
             except KVCoreError as error:
                 _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
                 return refuse(graph, RowError.IO)
@@ -153,12 +160,12 @@ class ServedWorker(KVWorker):
 
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)
-        if self._session == session_of(graph_id):  # other ranks may wait for this one's reads
-            self._reads.enter(self._session)
-            self._link.tell(WithdrawRequest(self._link.ref(), self._session, graph_id))
+        if self._session == session_of(graph_id):
+            self._reads.withdraw(graph_id)
 
-    def _join(self, session: int) -> bool:
-        """Join the session unless it is joined already; return False while its arena is pinned."""
+    def _join(self, graph: TransferGraph) -> bool:
+        """Join the graph's session, unless it is joined; return False while memory is pinned."""
+        session = session_of(graph.graph_id)
         if not session:
             raise TierUnavailable("the server did not plan this load")
         if session == self._session:
@@ -175,6 +182,8 @@ class ServedWorker(KVWorker):
         if arena is None:
             held.close()
             self._wake.set()
+            if any(op.path.reads_tier for op in graph.ops):
+                self._reads.withdraw(graph.graph_id, bytes.fromhex(told["secret"]))
             return False
         self._link.renew()  # its folder may be a new one
         layers = range(*self._part.layers)

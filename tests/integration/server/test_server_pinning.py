@@ -207,3 +207,50 @@ def test_whoever_registers_has_the_device_for_its_current_one(
     assert {what for what, _, _ in driver.calls} == {"register", "unregister"}
     assert all(current for _, _, current in driver.calls)
     assert not driver.held
+
+
+def test_no_rank_waits_for_a_read_that_another_has_refused(
+    start: Start, engine: Any, plain: Any, folder: Path, tmp_path: Path, driver: Driver
+) -> None:
+    """One rank has its memory pinned, the other has not."""
+    disk = {"path": str(tmp_path / "disk"), "capacity": "1MiB"}
+    config = settings(folder, disk=disk, transfer={"load_deadline_s": 3600.0})
+    server = start(config)
+    before = engine(config, prefix_cache=False)
+    serve_until_reused(before, plain)
+    until(lambda: server.idle)
+    server.close()
+    start(config)
+    opened, let_in = threading.Event(), threading.Lock()
+    others = [worker_of(before)._tender.ident]
+    first: list[int] = []
+
+    def only_one(count: int) -> None:
+        me = threading.get_ident()
+        with let_in:
+            if me not in others:
+                first.append(me)
+        if first and first[0] != me and me not in others:
+            assert opened.wait(PATIENCE_S), "the test has ended"
+
+    driver.on_register = only_one
+    serving = engine(config, ranks=2, prefix_cache=False)
+    ready, late = (one.worker for one in serving.workers)
+    refusals = noting_refusals(ready), noting_refusals(late)
+    until(
+        lambda: any(one._arenas._mapped and one._arenas._mapped[0].ready for one in (ready, late))
+    )
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(serve(serving, PROMPT)), daemon=True)
+    asking.start()
+    asking.join(PATIENCE_S)
+    assert answers == [(plain(PROMPT), {})]
+    assert sorted(len(set().union(*why)) for why in refusals) == [0, 1], "one rank was ready"
+    opened.set()
+
+    def reused() -> bool:
+        answer, found = serve(serving, PROMPT)
+        assert answer == plain(PROMPT)
+        return sum(found.values()) == 96
+
+    until(reused)
