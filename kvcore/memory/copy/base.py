@@ -111,7 +111,7 @@ def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     return _tables.get((view,), (chosen, first_head), lambda: _plane_rows(view, chosen, first_head))
 
 
-_tables = ViewCache()
+_tables, _fitting = ViewCache(), ViewCache()
 
 
 def _plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
@@ -145,10 +145,22 @@ def check_copy(
     tokens: int,
     heads: HeadRange,
 ) -> None:
-    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory."""
+    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory.
+
+    What does not depend on the units is checked once for two views.
+    """
+    chosen = tuple(layers)
+    _fitting.get(
+        (src, dst), (chosen, tokens, heads), lambda: _check_views(src, dst, chosen, tokens, heads)
+    )
+    _check_units(src, src_units, dst, dst_units, tokens)
+
+
+def _check_views(
+    src: KVView, dst: KVView, layers: Sequence[int], tokens: int, heads: HeadRange
+) -> None:
+    """Raise LayoutError unless units of these views can be copied. Reads no memory."""
     a, b = src.layout, dst.layout
-    if len(src_units) != len(dst_units):
-        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
     if a.dtype != b.dtype or a.kv_factor != b.kv_factor:
         raise LayoutError(f"{a.dtype} x{a.kv_factor} does not copy to {b.dtype} x{b.kv_factor}")
     if tokens < 1 or a.page_tokens % tokens or b.page_tokens % tokens:
@@ -167,7 +179,16 @@ def check_copy(
         ]
         if any(p != q for p, q in dims):
             raise LayoutError(f"layer {layer}: head dims {dims} differ")
-    for what, units, layout in (("source", src_units, a), ("destination", dst_units, b)):
+
+
+def _check_units(src: KVView, src_units: Units, dst: KVView, dst_units: Units, tokens: int) -> None:
+    """Raise LayoutError unless units are equally many and in range. Reads no memory."""
+    if len(src_units) != len(dst_units):
+        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
+    for what, units, layout in (
+        ("source", src_units, src.layout),
+        ("destination", dst_units, dst.layout),
+    ):
         most = layout.num_pages * (layout.page_tokens // tokens)
         if len(units) and int(units.max()) >= most:
             raise LayoutError(f"{what} unit {int(units.max())} of {most}")

@@ -329,7 +329,7 @@ def _parts(
     layout: KVLayout, layers: tuple[int, ...], heads: HeadRange, room: int
 ) -> Iterator[tuple[tuple[int, ...], HeadRange]]:
     """Cut layers, and heads if need be, so that a page of each part has at most ``room`` bytes."""
-    room -= _ALIGNMENT
+    room -= room % _ALIGNMENT
     widest = max(_layer_bytes(layout, layer) for layer in layers)
     most = min(heads.size, max(1, room // widest))
     for first in range(0, heads.size, most):
