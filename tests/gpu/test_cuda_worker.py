@@ -1,63 +1,47 @@
 """The data plane on a real GPU: pages in device memory, pinned arena, copies on their own stream.
 
-Needs a CUDA device and no engine: ``python -m pytest tests/gpu``. CI has none, and no GPU was at
-hand when this was written: it has not been run yet.
+Needs a CUDA device and no engine: ``python -m pytest tests/gpu``, or `make gpu GPU_PARTS=worker`.
+CI has none, and no GPU was at hand when this was written. On a CPU (GPU_TESTS_ON=cpu) it has run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from kvcore.index import BlockIndex, TierSpec
-from kvcore.index.slots import SlotRun
-from kvcore.manager import HOST, Backing, KVManager, TransferOptions
-from kvcore.memory.arena import HostArena, slot_bytes
+from kvcore.manager import HOST
+from kvcore.memory.arena import HostArena
 from kvcore.memory.checksums import naive_sum
-from kvcore.memory.copy import builtin_ops, select_ops
+from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
-from kvcore.model.shape import BlockShape
-from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store
-from kvcore.transfer.graph import OpReport, UnitTable
+from kvcore.memory.layout import KVView
+from kvcore.plugins.manager import PluginManager
 from kvcore.transfer.plan import layer_steps
-from kvcore.worker import EnginePages, KVWorker, WorkerLimits
+from support.gpu_rig import (
+    DEVICE,
+    IS_GPU,
+    MISSING,
+    NAMESPACE,
+    ORDERS,
+    PAGES,
+    SHAPE,
+    Rig,
+    built,
+    engine_pages,
+    fitting,
+    keep_busy,
+    keys,
+    table,
+    wait_for_device,
+)
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-SHAPE = BlockShape(8, 8, 128, 16, "bfloat16")
-PAGES, PAGE = 512, 16
-NAMESPACE = b"n" * 16
-
-
-class Local:
-    """Worker and leader in one process."""
-
-    def __init__(self, worker: KVWorker) -> None:
-        self.worker = worker
-        self.refused: list[OpReport] = []
-
-    def submit(self, graph: object, lane: object = None) -> None:
-        self.refused += self.worker.submit(graph)  # type: ignore[arg-type]
-
-    def cancel(self, graph_id: int) -> None:
-        self.worker.cancel(graph_id)
-
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self.worker.forget(tier, slots)
-
-    def wait_report(self, timeout: float) -> bool:
-        return self.worker.wait_report(timeout)
-
-    def poll(self) -> list[OpReport]:
-        refused, self.refused = self.refused, []
-        return refused + self.worker.poll()
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
 @pytest.fixture(params=[False, True], ids=["host", "straight"])
@@ -65,95 +49,63 @@ def to_device(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=["LBNHC", "LBHNC"])
-def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool):  # type: ignore[no-untyped-def]
-    content = 2 * SHAPE.head_dim
-    size = {"LBNHC": (PAGES, PAGE, 8, content), "LBHNC": (PAGES, 8, PAGE, content)}[request.param]
-    pages = [torch.zeros(size, dtype=torch.bfloat16, device="cuda") for _ in range(SHAPE.layers)]
-    views = [p.transpose(1, 2) if request.param == "LBNHC" else p for p in pages]
-    device = KVView(from_strides(views, SHAPE), views)
-    device.check()
-    arena = HostArena(SHAPE, 256 + 32, pin=device_of(torch.device("cuda", 0)))
-    assert arena.pinned
-    flat = KVView(arena.layout(), [arena.tensor()])
-    worker = KVWorker(
-        arena=arena,
-        arena_view=flat,
-        ops=select_ops(device, flat, builtin_ops()),
-        pages=EnginePages(
-            [DeviceGroup(tuple(range(SHAPE.layers)), device)], device=torch.device("cuda", 0)
-        ),
-        limits=WorkerLimits(device_slots=64),
-    )
-    geometry = Geometry(SHAPE, b"m" * 16, ((0, 8),))
-    store = prepare_store(tmp_path, geometry, 2 << 30)
-    worker.open_tier(
-        "disk",
-        DiskTier(
-            store.mounted,
-            geometry,
-            shard=0,
-            slot_nbytes=slot_bytes(SHAPE),
-            access=DiskAccess(device_sums=True),
-        ),
-    )
-    index = BlockIndex([TierSpec(HOST, 256), TierSpec("disk", store.num_slots, foreign=True)])
-    local = Local(worker)
-    manager = KVManager(
-        index,
-        local,
-        backing=[Backing("disk", to_device=to_device)],
-        options=TransferOptions(range(256, 288), device_slots=64 if to_device else 0),
-    )
-    yield pages, manager
-    assert worker.close()
-    store.close()
+@pytest.fixture(params=ORDERS)
+def rig(request: pytest.FixtureRequest, tmp_path: Path, to_device: bool) -> Iterator[Rig]:
+    """kvcore's own choice among all ways to copy that work here."""
+    candidates = PluginManager().ops()
+    with built(request.param, tmp_path, candidates, to_device=to_device) as made:
+        yield made
 
 
-def keys(count: int, seed: int) -> list[bytes]:
-    return [np.random.default_rng([seed, i]).bytes(16) for i in range(count)]
-
-
-def table(pages: np.ndarray) -> list[UnitTable]:
-    return [UnitTable.of(pages.astype(np.int64)[:, None], 16)]
-
-
-def test_blocks_come_back_from_host_and_disk(rig) -> None:  # type: ignore[no-untyped-def]
-    pages, manager = rig
-    shuffled = np.random.default_rng(0).permutation(PAGES)
-    home, away = shuffled[:200], shuffled[200:400]
-    chain = keys(200, 1)
+def fill(pages: list[torch.Tensor], places: np.ndarray) -> list[torch.Tensor]:
+    """Write random numbers to pages, and return copies of them, a layer each."""
     for layer in pages:
-        layer[home] = torch.randn(layer[home].shape, device="cuda").to(torch.bfloat16)
-    expected = [layer[home].clone() for layer in pages]
-    graph = manager.launch_save(chain, NAMESPACE, 200, lambda a, b: table(home[a:b]))
+        layer[places] = torch.randn(layer[places].shape, device=DEVICE).to(torch.bfloat16)
+    return [layer[places].clone() for layer in pages]
+
+
+def poison(pages: list[torch.Tensor], places: np.ndarray) -> None:
+    for layer in pages:
+        layer[places] = float("nan")
+
+
+def assert_hold(pages: list[torch.Tensor], places: np.ndarray, want: list[torch.Tensor]) -> None:
+    for layer, expected in zip(pages, want, strict=True):
+        assert torch.equal(layer[places], expected)
+
+
+def come_back(rig: Rig, count: int, seed: int) -> None:
+    """Save blocks, and load them into other pages from host memory and from disk."""
+    pages, manager, _ = rig
+    shuffled = np.random.default_rng(seed).permutation(PAGES)
+    home, away = shuffled[:count], shuffled[count : 2 * count]
+    chain, expected = keys(count, seed), fill(pages, home)
+    graph = manager.launch_save(chain, NAMESPACE, count, lambda a, b: table(home[a:b]))
     assert manager.wait(graph.graph_id, 60)
     for tier in (HOST, "disk"):
         if tier == "disk":
             manager.index.removal.clear(tier=HOST)
         hit = manager.get_match(chain, NAMESPACE)
-        assert hit.blocks_by_tier() == {tier: 200}
-        for layer in pages:
-            layer[away] = float("nan")
+        assert hit.blocks_by_tier() == {tier: count}
+        poison(pages, away)
         # Work of the compute stream that a load must wait for, or it overwrites what was loaded.
-        slow = torch.randn(8192, 8192, device="cuda")
-        for _ in range(20):
-            slow = slow @ slow.clamp(-1e-3, 1e-3)
-        for layer in pages:
-            layer[away] = float("nan")
-        load = manager.launch_load(hit, 0, 200, table(away), layers=layer_steps(SHAPE.layers))
+        keep_busy()
+        poison(pages, away)
+        load = manager.launch_load(hit, 0, count, table(away), layers=layer_steps(SHAPE.layers))
         assert manager.wait(load.graph_id, 60)
-        for layer, want in zip(pages, expected, strict=True):
-            assert torch.equal(layer[away], want)
+        assert_hold(pages, away, expected)
+    assert_hold(pages, home, expected)
 
 
-def test_a_save_reads_what_the_forward_wrote(rig) -> None:  # type: ignore[no-untyped-def]
+def test_blocks_come_back_from_host_and_disk(rig: Rig) -> None:
+    come_back(rig, 200, seed=1)
+
+
+def test_a_save_reads_what_the_forward_wrote(rig: Rig) -> None:
     """The copy is issued while the kernels that produce the KV still run."""
-    pages, manager = rig
+    pages, manager, _ = rig
     place = np.arange(1, 65)
-    slow = torch.randn(8192, 8192, device="cuda")
-    for _ in range(20):
-        slow = slow @ slow.clamp(-1e-3, 1e-3)
+    keep_busy()
     for i, layer in enumerate(pages):
         layer[place] = float(i + 1)
     chain = keys(64, 2)
@@ -164,13 +116,47 @@ def test_a_save_reads_what_the_forward_wrote(rig) -> None:  # type: ignore[no-un
     hit = manager.get_match(chain, NAMESPACE)
     load = manager.launch_load(hit, 0, 64, table(place))
     assert manager.wait(load.graph_id, 60)
-    torch.cuda.synchronize()
+    wait_for_device()
     assert all(bool((layer[place] == i + 1).all()) for i, layer in enumerate(pages))
 
 
-def test_rates(rig) -> None:  # type: ignore[no-untyped-def]
+def test_pages_written_after_the_save_read_them_are_free(rig: Rig) -> None:
+    """`wait_device` returns once the pages may be overwritten, and no sooner."""
+    pages, manager, _ = rig
+    place, other = np.arange(0, 128), np.arange(200, 328)
+    expected, chain = fill(pages, place), keys(128, 4)
+    keep_busy()
+    graph = manager.launch_save(chain, NAMESPACE, 128, lambda a, b: table(place[a:b]))
+    manager.transport.worker.wait_device(graph.graph_id)
+    poison(pages, place)
+    assert manager.wait(graph.graph_id, 60)
+    load = manager.launch_load(manager.get_match(chain, NAMESPACE), 0, 128, table(other))
+    assert manager.wait(load.graph_id, 60)
+    assert_hold(pages, other, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_way_to_copy_brings_blocks_back(order: str, tmp_path: Path) -> None:
+    """Each implementation alone, through a whole worker."""
+    _, view = engine_pages(order, 2)
+    arena = HostArena(SHAPE, 2, pin=device_of(DEVICE))
+    flat = KVView(arena.layout(), [arena.tensor()])
+    ways = fitting(view, flat)
+    assert {ops.name for ops in ways} >= ({"reference", "triton"} if IS_GPU else {"reference"})
+    for number, ops in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with built(order, folder, [ops]) as rig:
+            assert rig.ops is ops
+            come_back(rig, 60, seed=10 + number)
+    print(f"ways tried: {', '.join(ops.name for ops in ways)}")
+    del flat
+    arena.close()
+
+
+def test_rates(rig: Rig) -> None:
     """Prints GB/s of both directions beside a plain pinned copy; asserts nothing about time."""
-    _, manager = rig
+    _, manager, ops = rig
     place = np.random.default_rng(1).permutation(PAGES)[:200]
     chain = keys(200, 3)
     nbytes = 200 * SHAPE.nbytes
@@ -184,15 +170,15 @@ def test_rates(rig) -> None:  # type: ignore[no-untyped-def]
     load = manager.launch_load(hit, 0, 200, table(place))
     assert manager.wait(load.graph_id, 60)
     loaded = time.perf_counter() - started
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    gpu = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    torch.cuda.synchronize()
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=IS_GPU)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    wait_for_device()
     started = time.perf_counter()
-    gpu.copy_(host)
-    torch.cuda.synchronize()
+    there.copy_(host)
+    wait_for_device()
     plain = time.perf_counter() - started
     print(
-        f"save {nbytes / saved / 1e9:.1f} load {nbytes / loaded / 1e9:.1f} "
+        f"{ops.name}: save {nbytes / saved / 1e9:.1f} load {nbytes / loaded / 1e9:.1f} "
         f"plain {nbytes / plain / 1e9:.1f} GB/s"
     )
     assert hit.depth == 200
@@ -202,14 +188,16 @@ def test_rates(rig) -> None:  # type: ignore[no-untyped-def]
 def test_sums_of_device_memory_are_those_of_host_memory(kind: str) -> None:
     ops = builtin_ops()[0]
     if kind == "triton":
+        if not IS_GPU:
+            pytest.skip("Triton's kernels need a GPU")
         ops = pytest.importorskip("kvcore_kernels.ops").TritonOps()
-    region = DeviceRegion(SHAPE, 3, ops, torch.device("cuda", 0))
-    assert region.memory.kind == "VRAM"
+    region = DeviceRegion(SHAPE, 3, ops, DEVICE)
+    assert region.memory.kind == ("VRAM" if IS_GPU else "DRAM")
     assert region.memory.address % 4096 == 0
     blocks = [np.random.default_rng(i).bytes(region.slot_nbytes) for i in range(3)]
     for place, block in enumerate(blocks):
         region.put(place, memoryview(bytearray(block)))
-    torch.cuda.synchronize()
+    wait_for_device()
     want = [naive_sum([memoryview(block)], SHAPE.nbytes) for block in blocks]
     assert region.sums(range(3)) == want
     region.close()

@@ -55,7 +55,7 @@ PARTS = (
     ),
     Part(
         "worker", "CUDA worker, pinned arena, streams (tests/gpu)",
-        "a GPU, pytest", "the tests are collected",
+        "a GPU, pytest", "the tests, with pages in host memory",
         150, "tools.gpu.parts.worker:run",
     ),
     Part(
