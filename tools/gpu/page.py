@@ -15,7 +15,7 @@ from typing import Any
 from tools.gpu.metadata import ROOT
 from tools.gpu.record import FAILED, FIGURE, LEFT_OUT, PASSED
 
-__all__ = ["DATA", "PAGE", "between", "markdown"]
+__all__ = ["DATA", "PAGE", "between", "markdown", "merged"]
 
 PAGE, DATA = ROOT / "docs" / "gpu.md", ROOT / "docs" / "gpu.json"
 _BEGIN, _END = (
@@ -110,11 +110,17 @@ def between(page: str, table: str) -> str:
     return f"{before}{_BEGIN}\n\n{table}\n{_END}{after}"
 
 
+def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one result with all parts; of a part that ran twice, the later run."""
+    parts = {part["name"]: part for result in results for part in result["parts"]}
+    return {**results[-1], "parts": list(parts.values())}
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Write docs/gpu.md from docs/gpu.json, or from the file given, which is copied there."""
+    """Write docs/gpu.md from docs/gpu.json, or from the files given, which are copied there."""
     if arguments:
-        result = json.loads(Path(arguments[0]).read_text())
-        DATA.write_text(json.dumps(result, indent=1) + "\n")
+        given = merged([json.loads(Path(path).read_text()) for path in arguments])
+        DATA.write_text(json.dumps(given, indent=1) + "\n")
     result = json.loads(DATA.read_text())
     PAGE.write_text(between(PAGE.read_text(), markdown(result)))
     return 0
