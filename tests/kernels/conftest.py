@@ -20,7 +20,7 @@ COMPILED = DEVICE not in ("", "cpu")  # as in `support.moved_kernels`, which nee
 
 torch = pytest.importorskip("torch")
 if COMPILED and not torch.cuda.is_available():
-    pytest.skip(f"KERNEL_TESTS_ON={DEVICE}: torch sees no GPU", allow_module_level=True)
+    raise pytest.UsageError(f"given KERNEL_TESTS_ON={DEVICE}, but torch sees no GPU: unset it")
 if not COMPILED and "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
     pytest.skip(
         "Triton is imported already, for a GPU: run `pytest tests/kernels` as a process of its own",

@@ -56,10 +56,10 @@ def is_killed(record: Record, machine: Mapping[str, Any], scratch: Path) -> None
 
 
 def hangs(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
-    """Start a process in a session of its own too, as an engine does; neither ends."""
+    """Start a process with another session and environment, as an engine may; neither ends."""
     record.figure("measured before", 3.0, "s")
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    child = subprocess.Popen(command, start_new_session=True)
+    child = subprocess.Popen(command, start_new_session=True, env={})
     (scratch / "pid").write_text(str(child.pid))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:

@@ -117,13 +117,15 @@ def make(options: argparse.Namespace) -> None:
         archives[path.name] = cut(path, limit - (1 * MIB))
         whats[path.name] = piece.what
         print(f"{path.name}: {size / MIB:.1f} MiB, {len(archives[path.name])} part(s)", flush=True)
+    skipped = left_out(engine, options.experts)
     notes = {
         "made_for": f"Python {PYTHON}, Linux x86_64",
         "vllm": options.vllm,
         "what": whats,
         "wheels": {name: path.name for name, path in wheels.items()},
         "unmet": unmet([engine, *wheels.values()]),
-        "left_out": left_out(engine, options.experts),
+        "left_out": [name for name in skipped if "/include/" not in name],
+        "headers_left_out": sum("/include/" in name for name in skipped),
     }
     folders = write_folders(out, archives, limit, notes)
     for folder in folders:

@@ -48,8 +48,8 @@ def markdown(bundle: Path, folders: Sequence[str]) -> str:
         "Run these in the tree's root, in this order, one after another while the machine is held.",
         "Each call needs the tree and the folder named, no other. `$OUT` is what comes back.",
     ]
-    for number, (folder, call) in enumerate(calls, 1):
-        parts = call.parts if call else ()
+    for number, (folder, running) in enumerate(calls, 1):
+        parts = running.parts if running else ()
         took = sum(limits[name] for name in parts)
         what = f"parts {', '.join(parts)}, at most {took} s" if parts else "unpacking only"
         carried = f"`{bundle / folder}`" if folder else "nothing"

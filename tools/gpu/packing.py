@@ -38,7 +38,7 @@ class Folder(NamedTuple):
 
 def write_archive(path: Path, members: Iterable[Member]) -> None:
     """Write a tar with xz. Equal members give equal bytes."""
-    with tarfile.open(path, "w:xz", preset=6) as tar:
+    with tarfile.open(path, "w:xz", preset=3) as tar:
         for member in sorted(members):
             info = tarfile.TarInfo(member.name)
             info.size, info.mode = len(member.content), member.mode
@@ -104,11 +104,14 @@ def write_folders(
         },
     }
     script = Path(__file__).with_name("unpack.py")
+    told = json.dumps(manifest, indent=1) + "\n"
+    if len(told.encode()) + script.stat().st_size > RESERVE:
+        raise ValueError(f"the manifest has {len(told)} bytes, more than is reserved: {RESERVE}")
     for folder in folders:
         place = out / folder.name
         place.mkdir()
         for path in folder.files:
             path.rename(place / path.name)
-        (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (place / MANIFEST).write_text(told)
         shutil.copyfile(script, place / script.name)
     return folders

@@ -143,6 +143,7 @@ def _run_within(command: Sequence[str], env: Mapping[str, str], log: Path, limit
         except subprocess.TimeoutExpired:
             problem = f"it ran past its limit of {limit_s:g} s and was killed"
         finally:
+            _kill(_family(child.pid))
             _kill_marked(token)
             child.wait()
     return problem
@@ -158,10 +159,28 @@ def _kill_marked(token: str) -> None:
     """Kill every process whose environment has the token, wherever it was started from."""
     limit = time.monotonic() + GRACE_S
     while (left := _marked(token)) and time.monotonic() < limit:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(left)
         time.sleep(0.05)
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that descend from it. An engine may hide its environment."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+                parents[int(folder.name)] = int(after_name[1])
+    found = [pid] if pid in parents else []
+    for one in found:  # it grows meanwhile
+        found += [child for child, parent in parents.items() if parent == one]
+    return found
 
 
 def _marked(token: str) -> list[int]:

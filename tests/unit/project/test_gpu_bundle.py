@@ -123,6 +123,13 @@ def test_a_file_that_fits_no_folder_is_refused() -> None:
         lay([("vllm", 11)], 10)
 
 
+def test_a_manifest_that_would_make_folders_too_large_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.xz").write_bytes(b"1")
+    notes = {"left_out": ["x" * RESERVE]}
+    with pytest.raises(ValueError, match="more than is reserved"):
+        write_folders(tmp_path, {"a.tar.xz": [tmp_path / "a.tar.xz"]}, RESERVE + 9, notes)
+
+
 def test_equal_files_give_equal_archives(tmp_path: Path) -> None:
     members = [Member("b", b"2"), Member("a", b"1")]
     for name, order in (("x", members), ("y", members[::-1])):

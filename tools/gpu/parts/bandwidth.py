@@ -28,7 +28,7 @@ def run(record: Record, machine: Machine, scratch: Path) -> None:
         record.left_out("rates of copies and kernels", missing)
         report = benchmark(record, "kernels", scratch, "--dry-run", "--gib", "1e-6")
     else:
-        report = benchmark(record, "kernels", scratch, "--rounds", "20")
+        report = benchmark(record, "kernels", scratch, "--rounds", "10")
         figures(record, report)
     if report and not report["notes"].get("wrong"):
         ways = {(row["op"], row["way"]) for row in report["rows"]}

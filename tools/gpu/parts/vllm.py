@@ -52,7 +52,7 @@ _SMALL = {
 }  # fmt: skip
 _LARGE = {
     "max_model_len": 20480, "max_num_batched_tokens": 8192, "max_num_seqs": 8, "seed": 0,
-    "dtype": "bfloat16", "kv_cache_memory_bytes": 8 << 30, "skip_tokenizer_init": True,
+    "dtype": "bfloat16", "kv_cache_memory_bytes": 12 << 30, "skip_tokenizer_init": True,
     "attention_backend": "TRITON_ATTN", "load_format": "dummy",
 }  # fmt: skip
 
