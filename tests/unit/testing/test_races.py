@@ -106,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Race]]:
             race.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(12))  # in one order of six is a write under way just then
 def test_a_clear_beside_a_save_that_lands(start: Callable[[int], Race], seed: int) -> None:
     race = start(seed)
     engine = race.start()
@@ -157,7 +157,6 @@ def test_a_failed_write_after_a_clear_beside_a_restart(
 def test_a_sleep_beside_loads_in_flight(start: Callable[[int], Race], seed: int) -> None:
     """It renews the namespace. What the disk has stays there for engines that start later."""
     race = start(seed)
-    race.end(engine := race.start())
     engine = race.start()
     race.ask(engine, FIRST, KEPT)
     race.end(engine)
