@@ -8,7 +8,7 @@ by dim, token, head and plane there, whichever of them is innermost:
     NHD page to block            one head of one token
 
 The pieces of a unit are computed once for two views and kept. A copy then only adds the places of
-its units, and joins pieces of neighbouring units.
+its units, and joins pieces of neighbouring units of a block.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ class UnitPieces(NamedTuple):
         return int(self.sizes.sum()) // max(len(self.sizes), 1)
 
     def of(self, src_units: Units, dst_units: Units) -> Pieces:
-        """Return the pieces of a copy of these units. Neighbouring ones are joined."""
+        """Return the pieces of a copy of these units.
+
+        Neighbouring ones are joined within a block, which is the larger of the two pages: memory
+        may be registered in chunks that end between blocks, and a copy must not span two of them.
+        """
         if self.cut > 1:
             steps = np.arange(self.cut)
             src_units = (src_units[:, None] * self.cut + steps).ravel()
@@ -94,6 +98,9 @@ class UnitPieces(NamedTuple):
         dst = self.dst.at(dst_units, self.dst_page_units, self.unit_tokens)
         sizes = self.sizes[:, None]
         goes_on = (src[:, 1:] == src[:, :-1] + sizes) & (dst[:, 1:] == dst[:, :-1] + sizes)
+        larger = max((self.dst_page_units, dst_units), (self.src_page_units, src_units), key=_first)
+        block = larger[1] // larger[0]
+        goes_on &= block[1:] == block[:-1]
         if not goes_on.any():
             return Pieces(dst.ravel(), src.ravel(), np.repeat(self.sizes, len(src_units)))
         first = np.ones(src.shape, dtype=bool)
@@ -103,6 +110,10 @@ class UnitPieces(NamedTuple):
         return Pieces(
             dst.ravel()[begin], src.ravel()[begin], self.sizes[begin // len(src_units)] * lengths
         )
+
+
+def _first(pair: tuple[int, Array]) -> int:
+    return pair[0]
 
 
 _kept = ViewCache()

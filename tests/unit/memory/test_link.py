@@ -101,14 +101,23 @@ def pieces(src: KVView, dst: KVView, units: list[int], tokens: int, heads: HeadR
     return found
 
 
-def test_a_block_to_a_block_is_one_piece_and_neighbours_are_joined() -> None:
+def test_a_block_to_a_block_is_one_piece_and_two_blocks_are_never_joined() -> None:
+    """Two blocks may lie in two registrations, which one copy must not span."""
     src, dst = arena(SHAPE, 8), arena(SHAPE, 8)
     assert pieces(src, dst, [5], 32).sizes.tolist() == [SHAPE.nbytes]
-    assert pieces(src, dst, [5, 2, 3], 32).sizes.tolist() == [SHAPE.nbytes, 2 * SHAPE.nbytes]
+    assert pieces(src, dst, [5, 2, 3], 32).sizes.tolist() == 3 * [SHAPE.nbytes]
     assert len(pieces(src, dst, [5], 32, HeadRange(1, 1, 1)).sizes) == SHAPE.layers
     layerwise = arena(SHAPE, 8, "layerwise")
     assert len(pieces(src, layerwise, [5], 32).sizes) == SHAPE.layers
-    assert len(pieces(layerwise, layerwise, [1, 2, 5], 32).sizes) == 2 * SHAPE.layers
+    assert len(pieces(layerwise, layerwise, [1, 2, 5], 32).sizes) == 3 * SHAPE.layers
+
+
+def test_units_of_a_block_are_joined() -> None:
+    shape = BlockShape(2, 1, 8, 32, "bfloat16", kv_factor=1)
+    src, dst = arena(shape, 8), arena(shape, 8)
+    units = np.array([8, 9, 10, 11, 13])  # units 8 to 11 are block 2
+    found = unit_pieces(src, dst, range(2), 8, HeadRange(0, 0, 1)).of(units, units)
+    assert sorted(found.sizes.tolist()) == [128, 128, 512, 512]
 
 
 def test_pages_of_heads_come_by_head_and_pages_of_tokens_by_row() -> None:
