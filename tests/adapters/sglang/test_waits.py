@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from kvcore.connector.worker import ATTEMPTS
+from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
 from kvcore_sglang.worker import WorkerConnector
 from support.manual_device import ManualStream
-from support.manual_worker import SHAPE, WAIT, ManualRig
+from support.manual_worker import SHAPE, ManualRig
 
 
 @pytest.fixture
@@ -54,32 +56,35 @@ def test_a_forward_waits_for_its_loads_on_its_own_stream(
         gate.wait_until(gate.num_layers - 1)
         forward.launch(lambda: seen.append(rig.read(2)))
     assert not rig.host_waited
-    rig.end()
+    with rig.device.working():
+        assert gate.finish(1)
     rig.device.run()
     assert seen == [{1.0}]
-    assert gate.finish(1)
 
 
-def test_a_second_attempt_is_as_late_as_the_first(rig: ManualRig, forward: ManualStream) -> None:
-    """The thread that polls submits it; its current stream knows nothing of forwards."""
+def test_every_attempt_waits_for_the_same(
+    rig: ManualRig, forward: ManualStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that polls may submit the next one; its current stream knows of no forward."""
     worker = WorkerConnector(rig.parts, forward)
-    elsewhere = rig.device.stream()
-    forward.launch(lambda: rig.write(2, 7.0))  # the page's owner before
-    rig.ops.refuse = SHAPE.layers
-    graph = rig.load(1, page=2, slot=0)
-    worker.start_loads([graph])
+    elsewhere, submit = rig.device.stream(), rig.worker.submit
+    waited_for: list[Any] = []
 
-    def poll() -> None:
-        limit = time.monotonic() + WAIT
-        with elsewhere.issuing():
-            while len(rig.worker.engine.issued(1)) < SHAPE.layers:
-                worker.poll()
-                assert time.monotonic() < limit
+    def note(graph: TransferGraph, wave: int | None = None, after: Any = None) -> Any:
+        waited_for.append(after)
+        return submit(graph, None, wave, after)
 
-    with rig.device.working(forward), ThreadPoolExecutor(1) as pool:
-        pool.submit(poll).result()
-    rig.device.run(rig.device.compute, *rig.others(forward))
-    assert rig.read(2) == {0.0}, "the load came before what the forward still writes"
-    with rig.device.working():
-        assert worker.finish([1])
+    monkeypatch.setattr(rig.worker, "submit", note)
+    rig.ops.refuse = ATTEMPTS - 1
+    with rig.device.working(), ThreadPoolExecutor(1) as pool:
+        worker.start_loads([rig.load(1, page=2, slot=0, by_layer=False)])
+
+        def finish() -> bool:
+            with elsewhere.issuing():
+                return worker.finish([1])
+
+        assert pool.submit(finish).result()
+    assert len(waited_for) == ATTEMPTS
+    assert waited_for[0] is not None
+    assert all(one is waited_for[0] for one in waited_for)
     assert rig.read(2) == {1.0}
