@@ -164,11 +164,11 @@ class StepWorker(Generic[_R]):
         Its copies run after the engine's work so far. Does not block, except up to `RETRY_WAIT_S`
         for each further attempt of a refused load.
         """
-        after = self._mark()
+        after = self._mark() if graph.units else None
         with self._lock:
             if (load := self._loads.get(graph.graph_id)) is not None:
                 load.after = after = load.after or after
-        refused = self._worker.submit(graph, None, wave, after)
+        refused = self._worker.submit(graph, wave=wave, after=after)
         with self._lock:
             for report in refused:
                 self._take(report)
@@ -209,7 +209,7 @@ class StepWorker(Generic[_R]):
                     self._take(report)
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
-        """Let the current stream wait until each of ``loads`` has copied ``layer``.
+        """Let the current stream wait until each of ``loads`` has copied all up to ``layer``.
 
         Blocks the host until that was issued. A load of which a copy has failed is settled.
         """

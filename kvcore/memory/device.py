@@ -109,6 +109,13 @@ class Device(ABC):
     def current_stream(self) -> Stream:
         """Return the stream that this thread issues its work to."""
 
+    def stream_of(self, engine_stream: Any) -> Stream:
+        """Return a stream that an engine has made, by the engine's own object for it.
+
+        A device that engines make no streams for takes any object, and returns the current stream.
+        """
+        return self.current_stream()
+
     def numa_node(self) -> int | None:
         """Return the NUMA node that the device is attached to; None if it is not known."""
         return None
@@ -313,6 +320,9 @@ class CudaDevice(Device):
         import torch
 
         return _CudaStream(torch.cuda.current_stream(self.name))
+
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return _CudaStream(engine_stream)
 
     def numa_node(self) -> int | None:
         name = ctypes.create_string_buffer(_BUS_ID_NBYTES)

@@ -270,11 +270,12 @@ class TransferEngine:
     ) -> bool:
         """Block until the device has all copies of a graph in its queues, or they have ended.
 
-        With ``layer``, waits only for the copies that carry it. These ops are issued before others.
+        With ``layer``, waits only for the copies of layers up to and including this one. These ops
+        are issued before others.
         Every failure of their rows that is not one of the device itself can be polled afterwards.
         Returns False after ``timeout`` seconds.
         """
-        which = _carrying(layer)
+        which = _up_to(layer)
 
         def issued(run: _ActiveGraph) -> bool:
             self._put_first(run, which)
@@ -328,9 +329,9 @@ class TransferEngine:
     def issued(self, graph_id: int, layer: int | None = None) -> list[Issued]:
         """Return the copies of a graph that were issued and may not have ended.
 
-        With ``layer``, returns only those that carry it.
+        With ``layer``, returns only those of layers up to and including this one.
         """
-        which = _carrying(layer)
+        which = _up_to(layer)
         with self._lock:
             run = self._runs.get(graph_id)
             ops = () if run is None else run.graph.ops
@@ -566,8 +567,11 @@ def _on_device(op: TransferOp) -> bool:
     return op.path.touches_device
 
 
-def _carrying(layer: int | None) -> _Which:
-    """Return what is true for the device ops that carry ``layer``; None for all layers."""
+def _up_to(layer: int | None) -> _Which:
+    """Return what is true for the device ops of layers up to ``layer``; None for all layers.
+
+    Earlier layers are included: who waits for the last one only may count on all of them.
+    """
     if layer is None:
         return _on_device
-    return lambda op: op.path.touches_device and (op.layers is None or op.layers.covers(layer))
+    return lambda op: op.path.touches_device and (op.layers is None or op.layers.start <= layer)

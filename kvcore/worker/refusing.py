@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvcore.errors import TierError
 from kvcore.index.slots import SlotRun
-from kvcore.memory.device import Event, Stream
+from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.layout import DeviceGroup
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
@@ -40,6 +41,9 @@ class DeadTier(Tier):
 
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so no caller waits."""
+
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return device_of(None).current_stream()
 
     def mark(self, *others: Stream) -> Event | None:
         return None

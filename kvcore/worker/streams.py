@@ -49,13 +49,16 @@ class CopyStreams:
         self._after: dict[int, Event] = {}
         self._lock = threading.Lock()  # of what copies wait for
         self._memory: Stream | None = None
+        self._joined: Stream | None = None
 
     def mark(self, *others: Stream) -> Event:
         """Return an event after all that the current stream and ``others`` were given so far."""
         stream = self.device.current_stream()
         if others:
             events = [stream.record(), *(other.record() for other in others)]
-            stream = self.device.stream()
+            if self._joined is None:
+                self._joined = self.device.stream()
+            stream = self._joined
             for event in events:
                 stream.follow(event)
         return stream.record()

@@ -168,6 +168,10 @@ class KVWorker:
         """Return a new wave for `submit`: its graphs are copied together, layer by layer."""
         return self.engine.wave()
 
+    def stream_of(self, engine_stream: Any) -> Stream:
+        """Return an engine's stream, by the engine's own object for it."""
+        return self.device.stream_of(engine_stream)
+
     def mark(self, *others: Stream) -> Event:
         """Return an event after all that the current stream and ``others`` were given so far."""
         return self._stream.mark(*others)
@@ -186,7 +190,8 @@ class KVWorker:
         called for the graph. A graph that cannot be taken (it is malformed, or the queue is full)
         does not run at all: reports of its failed ops are returned.
         """
-        self._stream.start_after(graph.graph_id, after or self._stream.mark())
+        if graph.units:  # else it goes to and from host memory only
+            self._stream.start_after(graph.graph_id, after or self._stream.mark())
         self.arena.reach(graph.host_slots)
         if into is not None:
             self._elsewhere[graph.graph_id] = into
@@ -261,7 +266,10 @@ class KVWorker:
         return self.engine.wait_idle(timeout)
 
     def wait_layer(self, graph_id: int, layer: int) -> None:
-        """Let the current stream wait for the graph's copies of ``layer``, as `follow` does."""
+        """Let the current stream wait for the graph's copies of all layers up to ``layer``.
+
+        Blocks as `follow` does.
+        """
         self._follow(graph_id, layer)
 
     def follow(self, graph_id: int) -> None:

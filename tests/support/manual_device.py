@@ -167,13 +167,13 @@ class ManualDevice(Device):
             assert self.moved.wait_for(reached, WAIT)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Let the device work by itself in this block."""
+    def working(self, *but: ManualStream) -> Iterator[None]:
+        """Let the device work by itself in this block, on all streams but these."""
         ended = threading.Event()
 
         def work() -> None:
             while not ended.is_set():
-                self.run()
+                self.run(*(s for s in tuple(self.streams) if s not in but))
                 with self.moved:
                     self.moved.wait(0.005)
 

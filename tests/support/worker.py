@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from kvcore.memory.device import Stream, device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import (
     OpReport,
@@ -78,8 +79,11 @@ class ScriptedWorker:
                 return False
         return True
 
-    def mark(self) -> None:
+    def mark(self, *others: Any) -> None:
         return None
+
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return device_of(None).current_stream()
 
     def wave(self) -> int:
         return 0

@@ -1,7 +1,7 @@
 """The data plane inside a TensorRT-LLM rank: it carries out step plans around the model's forward.
 
-    start_load_kv         starts early saves, waits for fences, starts loads, makes blends
-    wait_for_layer_load   waits until the sync loads have copied a layer
+    start_load_kv         starts early saves and loads, follows fences, makes blends
+    wait_for_layer_load   follows the sync loads' copies of a layer
     end of the forward    starts late saves
     get_finished          returns requests whose saves or loads have ended, each once
 
@@ -11,7 +11,9 @@ any op is open, get_finished gathers the reports of all ranks. The engine calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import PromisedFusionWorker
@@ -19,10 +21,14 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
 from kvcore.errors import TransferError
+from kvcore.memory.device import Event, Stream
 from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, StepPlan
+
+_STREAMS_KNOWN = 8
+"""The most streams of the engine that are kept in mind."""
 
 Allgather = Callable[[bytes], list[bytes]]
 """Returns the bytes that each rank passed, in order of rank. A collective."""
@@ -103,13 +109,36 @@ class WorkerConnector(StepWorker[int]):
         self._loads_asked: set[int] = set()
         self._saves_asked: set[int] = set()
         self._worked = False
+        self._streams: dict[int, tuple[Any, Stream]] = {}
+
+    # -- streams ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on(self, engine_stream: Any) -> Iterator[None]:
+        """Make a stream that the engine has passed the current one in this block.
+
+        Every later copy runs after what such streams were given before it: TensorRT-LLM runs its
+        forwards on a stream of their own.
+        """
+        known = self._streams.get(id(engine_stream))
+        if known is None:
+            if len(self._streams) == _STREAMS_KNOWN:
+                self._streams.pop(next(iter(self._streams)))
+            known = engine_stream, self._worker.stream_of(engine_stream)
+            self._streams[id(engine_stream)] = known
+        with known[1].issuing():
+            yield
+
+    def _mark(self) -> Event | None:
+        return self._worker.mark(*(stream for _, stream in self._streams.values()))
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Start the work that precedes this step's forward, and carry out its blends.
 
-        Blocks on fences and blends, and on sync loads unless they are waited for layer by layer.
+        What the step does waits for fences, and for sync loads unless they are waited for layer by
+        layer. Blocks the host while blends are launched.
         Raises TransferError if a sync load that it waits for has finally failed.
         """
         self._drop_late_saves()  # left over if the last forward failed

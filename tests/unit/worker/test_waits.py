@@ -2,120 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.memory.arena import HostArena
-from kvcore.memory.copy import builtin_ops, select_ops
-from kvcore.memory.device import serve_devices
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
-from kvcore.model.shape import BlockShape
 from kvcore.transfer.engine import SAVES_ISSUED
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph, UnitTable
-from kvcore.transfer.plan import Chain, build_load, build_save, layer_steps
-from kvcore.worker import EnginePages, KVWorker, WorkerLimits
-from support.manual_device import WAIT, ManualDevice, QueuedOps
-
-SHAPE = BlockShape(3, 2, 8, 16, "float32")
-PAGES = SLOTS = 8
-"""A page is a block."""
-
-
-class Rig:
-    """A worker whose pages and host memory hold other numbers. Main thread: the engine's."""
-
-    def __init__(self) -> None:
-        self.device = ManualDevice()
-        undo = serve_devices("cpu", lambda name: self.device)
-        try:
-            self.pages = self._memory()
-            views = [page.transpose(1, 2) for page in self.pages]
-            self.groups = [DeviceGroup((0, 1, 2), KVView(from_strides(views, SHAPE), views))]
-            self.arena = HostArena(SHAPE, SLOTS, huge_pages=False)
-            flat = KVView(self.arena.layout(), [self.arena.tensor()])
-            inner = select_ops(self.groups[0].view, flat, builtin_ops())
-            self.ops = QueuedOps(inner, self.device)
-            self.worker = KVWorker(
-                arena=self.arena,
-                arena_view=flat,
-                ops=self.ops,
-                pages=EnginePages(self.groups),
-                limits=WorkerLimits(),
-            )
-        finally:
-            undo()
-        self.arena.tensor().fill_(1.0)
-        self.reports: list[OpReport] = []
-
-    def _memory(self) -> list[torch.Tensor]:
-        return [torch.zeros(PAGES, SHAPE.block_tokens, 2, 16) for _ in range(SHAPE.layers)]
-
-    def copying(self) -> list[object]:
-        """The streams that were made for copies."""
-        return [s for s in self.device.streams if s is not self.device.compute]
-
-    def compute(self, work: Callable[[], None]) -> None:
-        """Give the engine's stream a part of a step."""
-        self.device.compute.launch(work)
-
-    def write(self, page: int, value: float) -> None:
-        for tensor in self.pages:
-            tensor[page] = value
-
-    def read(self, page: int) -> set[float]:
-        return {float(x) for tensor in self.pages for x in tensor[page].unique()}
-
-    def kept(self, slot: int) -> set[float]:
-        block = self.arena.tensor().view(SLOTS, -1)[slot][: SHAPE.nbytes // 4]  # padding follows
-        return {float(x) for x in block.unique()}
-
-    def load(self, graph_id: int, page: int, slot: int, *, by_layer: bool = True) -> TransferGraph:
-        steps = layer_steps(SHAPE.layers, growth=1) if by_layer else ()
-        return build_load(graph_id, chain(), [slot], [], units(page), batch_rows=1, layers=steps)
-
-    def save(self, graph_id: int, page: int, slot: int) -> TransferGraph:
-        return build_save(graph_id, chain(), [slot], units(page), None, batch_rows=1)
-
-    def submit(self, *graphs: TransferGraph) -> None:
-        for graph in graphs:
-            assert self.worker.submit(graph) == []
-
-    def issued(self, graph: TransferGraph) -> bool:
-        return len(self.worker.engine.issued(graph.graph_id)) == len(graph.ops)
-
-    def until_issued(self, graph: TransferGraph) -> None:
-        assert self.worker.engine.wait_issued(graph.graph_id, timeout=WAIT)
-
-    def end(self) -> list[OpReport]:
-        with self.device.working():
-            assert self.worker.wait_idle(WAIT)
-        return self.worker.poll()
-
-
-def chain() -> Chain:
-    return Chain(b"n", b"", (b"k",))
-
-
-def units(page: int) -> tuple[UnitTable, ...]:
-    return (UnitTable.of(np.array([[page]], dtype=np.int64), SHAPE.block_tokens),)
+from kvcore.transfer.graph import RowError
+from support.manual_worker import PAGES, SHAPE, SLOTS, ManualRig
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+def rig() -> Iterator[ManualRig]:
+    made = ManualRig()
     yield made
-    with made.device.working():
-        assert made.worker.close()
+    made.close()
 
 
-def test_a_forward_is_launched_before_its_load_has_begun(rig: Rig) -> None:
+def test_a_forward_is_launched_before_its_load_has_begun(rig: ManualRig) -> None:
     """The step before it still runs on the device, and the load waits for that."""
     seen: list[set[float]] = []
     rig.compute(lambda: rig.write(3, 7.0))  # the step before still writes to the page
@@ -129,35 +37,35 @@ def test_a_forward_is_launched_before_its_load_has_begun(rig: Rig) -> None:
     assert not rig.worker.poll(), "nothing has run, and the forward is launched"
     rig.end()
     assert seen == [{1.0}] * SHAPE.layers
-    assert threading.current_thread().name not in rig.device.host_waits
+    assert not rig.host_waited
 
 
-def test_a_page_is_written_after_the_save_that_reads_it(rig: Rig) -> None:
+def test_a_page_is_written_after_the_save_that_reads_it(rig: ManualRig) -> None:
     rig.compute(lambda: rig.write(2, 5.0))
     rig.submit(rig.save(1, page=2, slot=4))
     rig.worker.follow(1)
     rig.compute(lambda: rig.write(2, 9.0))  # the page belongs to another request
-    assert threading.current_thread().name not in rig.device.host_waits
+    assert not rig.host_waited
     rig.end()
     assert rig.kept(4) == {5.0}
     assert rig.read(2) == {9.0}
 
 
-def test_a_load_into_a_page_that_a_save_reads_comes_after_it(rig: Rig) -> None:
+def test_a_load_into_a_page_that_a_save_reads_comes_after_it(rig: ManualRig) -> None:
     rig.compute(lambda: rig.write(2, 5.0))
     rig.submit(rig.save(1, page=2, slot=4))
     rig.worker.follow(1)
     rig.submit(rig.load(2, page=2, slot=0))
     rig.until_issued(rig.load(2, page=2, slot=0))
-    loading = rig.copying()[-1]
-    rig.device.run(rig.device.compute, loading)  # type: ignore[arg-type]
+    loading = rig.others()[-1]
+    rig.device.run(rig.device.compute, loading)
     assert rig.read(2) == {5.0}, "the save has not read the page"
     rig.end()
     assert rig.kept(4) == {5.0}
     assert rig.read(2) == {1.0}
 
 
-def test_few_saves_are_issued_unless_one_is_waited_for(rig: Rig) -> None:
+def test_few_saves_are_issued_unless_one_is_waited_for(rig: ManualRig) -> None:
     graphs = [rig.save(i, page=i, slot=i) for i in range(6)]
     rig.submit(*graphs)
     for graph in graphs[:SAVES_ISSUED]:
@@ -175,19 +83,19 @@ def test_few_saves_are_issued_unless_one_is_waited_for(rig: Rig) -> None:
     rig.worker.engine.check_integrity()
 
 
-def test_an_op_that_was_issued_counts_until_it_has_ended(rig: Rig) -> None:
+def test_an_op_that_was_issued_counts_until_it_has_ended(rig: ManualRig) -> None:
     """Before vLLM sleeps, or SGLang flushes its cache, no copy may be left on any stream."""
     saves = [rig.save(i, page=i, slot=i) for i in range(SAVES_ISSUED + 1)]
     rig.submit(*saves)
     rig.until_issued(saves[0])
     assert not rig.worker.wait_idle(0.01)
-    while rig.device.step(rig.copying()[0]):  # type: ignore[arg-type]
+    while rig.device.step(rig.others()[0]):
         pass  # those that were issued end, and the last one is issued or waits
     rig.end()
     assert rig.worker.wait_idle(0)
 
 
-def test_an_issued_op_is_not_cancelled_and_one_that_waits_is(rig: Rig) -> None:
+def test_an_issued_op_is_not_cancelled_and_one_that_waits_is(rig: ManualRig) -> None:
     graphs = [rig.save(i, page=i, slot=i) for i in range(SAVES_ISSUED + 1)]
     rig.submit(*graphs)
     for graph in graphs[:SAVES_ISSUED]:
@@ -200,7 +108,7 @@ def test_an_issued_op_is_not_cancelled_and_one_that_waits_is(rig: Rig) -> None:
     assert sorted(r.graph_id for r in rig.end() if not r.failed) == list(range(SAVES_ISSUED))
 
 
-def test_a_copy_that_cannot_be_issued_has_failed_when_the_wait_returns(rig: Rig) -> None:
+def test_a_copy_that_cannot_be_issued_has_failed_when_the_wait_returns(rig: ManualRig) -> None:
     rig.ops.refuse = 1
     rig.submit(rig.load(1, page=1, slot=0, by_layer=False))
     with rig.device.working():
@@ -208,7 +116,7 @@ def test_a_copy_that_cannot_be_issued_has_failed_when_the_wait_returns(rig: Rig)
     assert [report.failed for report in rig.worker.poll()] == [{0: RowError.INTERNAL}]
 
 
-def test_a_device_that_fails_fails_the_op(rig: Rig) -> None:
+def test_a_device_that_fails_fails_the_op(rig: ManualRig) -> None:
     rig.ops.breaks = True
     rig.submit(rig.load(1, page=1, slot=0, by_layer=False))
     rig.worker.follow(1)
@@ -216,12 +124,12 @@ def test_a_device_that_fails_fails_the_op(rig: Rig) -> None:
     assert [report.failed for report in rig.end()] == [{0: RowError.INTERNAL}]
 
 
-def test_what_a_failed_op_has_issued_has_ended_with_it(rig: Rig) -> None:
+def test_what_a_failed_op_has_issued_has_ended_with_it(rig: ManualRig) -> None:
     """Its pages are given to others as soon as it is reported."""
     plain, copies = rig.ops.copy, []
 
     def second_fails(*args: object) -> None:
-        plain(*args)  # type: ignore[arg-type]
+        plain(*args)
         copies.append(args)
         raise RuntimeError("planted")
 
@@ -232,7 +140,7 @@ def test_what_a_failed_op_has_issued_has_ended_with_it(rig: Rig) -> None:
     assert [r.failed for r in rig.end()] == [{0: RowError.INTERNAL}]
 
 
-def test_the_time_of_a_copy_leaves_out_what_it_waited_for(rig: Rig) -> None:
+def test_the_time_of_a_copy_leaves_out_what_it_waited_for(rig: ManualRig) -> None:
     timings: list[float] = []
     rig.worker.engine._observer = lambda timing: timings.append(timing.seconds)
     for _ in range(50):
@@ -242,7 +150,7 @@ def test_the_time_of_a_copy_leaves_out_what_it_waited_for(rig: Rig) -> None:
     assert timings == [2.0] * (2 * SHAPE.layers), "one tick for the copy, one for its event"
 
 
-def test_a_second_attempt_waits_for_what_the_first_would_have(rig: Rig) -> None:
+def test_a_second_attempt_waits_for_what_the_first_would_have(rig: ManualRig) -> None:
     """Any thread may submit it, one whose current stream is not the engine's too."""
     rig.compute(lambda: rig.write(1, 7.0))
     after = rig.worker.mark()
@@ -255,19 +163,19 @@ def test_a_second_attempt_waits_for_what_the_first_would_have(rig: Rig) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(submit).result()
     rig.until_issued(rig.load(1, page=1, slot=0))
-    rig.device.run(*[s for s in rig.device.streams if s is not rig.device.compute])
+    rig.device.run(*rig.others())
     assert rig.read(1) == {0.0}
     rig.end()
     assert rig.read(1) == {1.0}
 
 
-def test_a_mark_can_span_streams(rig: Rig) -> None:
+def test_a_mark_can_span_streams(rig: ManualRig) -> None:
     forward = rig.device.stream()
     forward.launch(lambda: rig.write(1, 7.0))
     after = rig.worker.mark(forward)
     assert rig.worker.submit(rig.load(1, page=1, slot=0), after=after) == []
     rig.until_issued(rig.load(1, page=1, slot=0))
-    rig.device.run(*[s for s in rig.device.streams if s is not forward])
+    rig.device.run(*rig.others(forward), rig.device.compute)
     assert rig.read(1) == {0.0}
     rig.end()
     assert rig.read(1) == {1.0}
@@ -276,14 +184,14 @@ def test_a_mark_can_span_streams(rig: Rig) -> None:
 # -- memory of its own ----------------------------------------------------------------------
 
 
-def chunk(rig: Rig) -> tuple[list[torch.Tensor], list[DeviceGroup]]:
+def chunk(rig: ManualRig) -> tuple[list[torch.Tensor], list[DeviceGroup]]:
     """Memory like the engine's pages, for an ``into``."""
     tensors = rig._memory()
     views = [tensor.transpose(1, 2) for tensor in tensors]
     return tensors, [DeviceGroup((0, 1, 2), KVView(from_strides(views, SHAPE), views))]
 
 
-def test_a_chunk_is_copied_while_a_step_runs(rig: Rig) -> None:
+def test_a_chunk_is_copied_while_a_step_runs(rig: ManualRig) -> None:
     """It goes to memory of its own, so nothing of the step can matter to it."""
     rig.compute(lambda: pytest.fail("the step has not ended when the chunk is there"))
     with rig.worker.allocating():
@@ -291,12 +199,12 @@ def test_a_chunk_is_copied_while_a_step_runs(rig: Rig) -> None:
     graph = rig.load(1, page=0, slot=0)
     assert rig.worker.submit(graph, groups, after=rig.worker.allocated()) == []
     rig.until_issued(graph)
-    rig.device.run(*[s for s in rig.device.streams if s is not rig.device.compute])
+    rig.device.run(*rig.others())
     assert all(bool((tensor[0] == 1).all()) for tensor in tensors)
     rig.device.compute.work.clear()
 
 
-def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: Rig) -> None:
+def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: ManualRig) -> None:
     """The allocator gives out the same memory as soon as it is free on the host."""
     with rig.worker.allocating():
         tensors, groups = chunk(rig)
@@ -310,7 +218,7 @@ def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: Rig) -> Non
     rig.arena.tensor().view(SLOTS, -1)[1] = 2.0
     assert rig.worker.submit(second, groups, after=rig.worker.allocated()) == []
     rig.until_issued(second)
-    rig.device.run(*[s for s in rig.device.streams if s is not rig.device.compute])
+    rig.device.run(*rig.others())
     assert float(tensors[0][0, 0, 0, 0]) == 1.0, "the first copy is not read yet"
     rig.end()
     rig.device.run()
@@ -319,7 +227,7 @@ def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: Rig) -> Non
     rig.worker.release(2)
 
 
-def test_release_blocks_until_no_copy_can_go_to_the_engines_pages_instead(rig: Rig) -> None:
+def test_release_blocks_until_no_copy_can_go_to_the_engines_pages_instead(rig: ManualRig) -> None:
     with rig.worker.allocating():
         _, groups = chunk(rig)
     for i in range(20):
@@ -338,7 +246,7 @@ def test_pages_change_hands_without_the_host_and_nobody_sees_the_difference(
     data: st.DataObject,
 ) -> None:
     """Random steps over few pages, device work in a random order, against values kept in order."""
-    rig = Rig()
+    rig = ManualRig()
     pages = [0.0] * PAGES
     slots = [1.0] * SLOTS
     readers: dict[int, list[int]] = {}
@@ -378,7 +286,6 @@ def test_pages_change_hands_without_the_host_and_nobody_sees_the_difference(
     assert seen == expected
     assert all(rig.kept(slot) == {value} for slot, value in saved.items())
     assert [rig.read(page) for page in range(PAGES)] == [{value} for value in pages]
-    assert threading.current_thread().name not in rig.device.host_waits
+    assert not rig.host_waited
     rig.worker.engine.check_integrity()
-    with rig.device.working():
-        assert rig.worker.close()
+    rig.close()
