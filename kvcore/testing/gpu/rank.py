@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvcore.errors import TierError
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.device import device_of
+from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
@@ -22,6 +23,7 @@ from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import NOTHING, Spans, spans_of
 from kvcore.testing.gpu.ops import RecordingOps
+from kvcore.tiers.base import BlockRead
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer.graph import UnitTable
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
@@ -30,6 +32,13 @@ from kvcore.worker.lifecycle import RankParts, refuse_tier
 __all__ = ["SHAPE", "GpuRank"]
 
 SHAPE = BlockShape(layers=4, kv_heads=2, head_dim=4, block_tokens=8, dtype="float16")
+
+
+class _Shelf(MemoryTier):
+    """A tier that does not mind which block was before the one that is asked for."""
+
+    def read(self, requests: Sequence[BlockRead]) -> list[TierError | None]:
+        return super().read([one._replace(parent=b"") for one in requests])
 
 
 class GpuRank:
@@ -53,7 +62,7 @@ class GpuRank:
     ) -> None:
         self.machine = machine
         self.shape = shape
-        self.compute = machine.current_stream()
+        self._device = device_of(None)
         content = sum(shape.dims())
         dtype = getattr(torch, shape.dtype)
         size = pages, shape.kv_heads, shape.block_tokens, content
@@ -70,7 +79,7 @@ class GpuRank:
             pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), self.view)]),
             limits=limits or WorkerLimits(),
         )
-        self.worker.open_tier(self.tier, MemoryTier(slots, self.arena.slot_nbytes))
+        self.worker.open_tier(self.tier, _Shelf(slots, self.arena.slot_nbytes))
         assert isinstance(self.worker.engine, WatchedEngine)
         self.worker.engine.arena = self.arena
         self.parts = RankParts(self.worker, Metrics(), refuse_tier)
@@ -163,6 +172,10 @@ class GpuRank:
             reads=self.places([source for source, _ in pairs], every),
             writes=self.places([target for _, target in pairs], every),
         )
+
+    def output(self) -> Event:
+        """Return the point at which the work that this thread has issued so far has ended."""
+        return self._device.current_stream().record()
 
     def expect_slot(self, slot: int, block: int) -> None:
         """Read a slot of the arena on this thread: it must hold a block."""
