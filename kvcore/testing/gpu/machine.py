@@ -264,13 +264,17 @@ class Machine:
 
     @contextmanager
     def issuing(self, stream: _Queue) -> Iterator[None]:
-        """Let the calling thread issue to ``stream`` in this block."""
+        """Let the calling thread issue to ``stream`` in this block, with its device current.
+
+        The same is true of ``torch.cuda.stream``.
+        """
         host = self.host()
-        before, host.stream = host.stream, stream
+        before = host.stream, host.device
+        host.stream, host.device = stream, self.index
         try:
             yield
         finally:
-            host.stream = before
+            host.stream, host.device = before
 
     def launch(
         self,
@@ -305,7 +309,6 @@ class Machine:
     def record(self, stream: _Queue) -> Point:
         """Record an event on a stream."""
         with self.lock:
-            self.needs_device("the record of an event")
             stream.learn(self.host().step())
             point = Point(self._queue(stream, "an event", None), stream.step(), stream.name)
             self._drift()
@@ -324,6 +327,7 @@ class Machine:
     def wait(self, point: Point) -> None:
         """Run what is queued before an event, and order the calling thread after it."""
         with self.lock:
+            self.needs_device("a wait for an event")
             self._count("host_waits")
             self.force(point.work)
             self.host().learn(point.clock)
@@ -331,6 +335,7 @@ class Machine:
     def passed(self, point: Point) -> bool:
         """Return True if what was queued before an event has run. By chance it runs now."""
         with self.lock:
+            self.needs_device("the query of an event")
             if not point.work.done and self._random.random() < 0.5:
                 self.force(point.work)
             if point.work.done:
@@ -386,7 +391,11 @@ class Machine:
             raise AssertionError(f"{len(self.faults)} faults, the first of which are:\n\n{some}")
 
     def needs_device(self, what: str) -> None:
-        """Record a fault if another device than this rank's is the thread's current one."""
+        """Record a fault if another device than this rank's is the thread's current one.
+
+        The CUDA runtime then fails, or makes a context of hundreds of MiB on the other GPU. The
+        creation of a stream and the record of an event do not need it: torch guards them.
+        """
         host = self.host()
         if host.device != self.index:
             self.fault(

@@ -66,6 +66,7 @@ class Books:
     """The leader of a rank.
 
     ``layerwise`` cuts loads into steps of layers. ``sync`` and ``parks`` say which loads there are.
+    With ``locks`` pages are given away only when no graph uses them any more, as SGLang does.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class Books:
         layerwise: bool = True,
         sync: bool = True,
         parks: bool = True,
+        locks: bool = False,
         most: int = 3,
     ) -> None:
         self.rank = rank
         self._random = random.Random(seed)
         self._layers = layer_steps(rank.shape.layers) if layerwise else ()
-        self._sync, self._parks, self._most = sync, parks, most
+        self._sync, self._parks, self._locks, self._most = sync, parks, locks, most
         self._free = list(range(rank.caches[0].shape[0]))
         self._room = list(range(rank.arena.num_slots))
         self._tier_room = list(range(rank.arena.num_slots))
@@ -89,6 +91,7 @@ class Books:
         self.stored: dict[int, int] = {}
         self.flights: dict[int, _Flight] = {}
         self.requests: list[Request] = []
+        self._locked: list[int] = []
         self._ended: list[tuple[int, int]] = []  # blocks by page whose request has ended
         self._graphs = self._blocks = self._names = 0
 
@@ -108,6 +111,7 @@ class Books:
             if block not in self.published:
                 self._save({block: page}, step.early_saves)
         self._ended.clear()
+        self._release()
         if not drain:
             for request in self.requests:
                 self._go_on(request, step)
@@ -194,8 +198,18 @@ class Books:
     def _end(self, request: Request) -> None:
         """End a request. Its pages are free at once; blocks not saved are saved with the step."""
         self.requests.remove(request)
-        self._free += request.pages
+        self._locked += request.pages
         self._ended += request.unsaved
+        if not self._locks:
+            self._release()
+
+    def _release(self) -> None:
+        """Give away the pages of ended requests; the locked ones when no graph uses them."""
+        busy: set[int] = set()
+        if self._locks:
+            busy = busy.union(*(flight.pages for flight in self.flights.values()))
+        self._free += [page for page in self._locked if page not in busy]
+        self._locked = [page for page in self._locked if page in busy]
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -296,9 +310,9 @@ class Books:
     def take(self, reports: Iterable[OpReport]) -> None:
         """Take in the reports of a step."""
         for report in reports:
-            assert not report.failed, report
             flight = self.flights[report.graph_id]
             flight.left.discard(report.op_id)
+            assert not report.failed, report
             if not flight.left:
                 del self.flights[report.graph_id]
                 self._publish(flight)
@@ -319,7 +333,7 @@ class Books:
 
     @property
     def idle(self) -> bool:
-        return not (self.flights or self.requests or self._ended)
+        return not (self.flights or self.requests or self._ended or self._locked)
 
     def check(self) -> None:
         """Read every published block in the arena: the reports have said that it is there."""

@@ -279,10 +279,15 @@ def test_a_thread_issues_only_with_its_ranks_device(entered: bool) -> None:
     board = Board(machine)
     if entered:
         board.device.enter()
+    stream = board.device.stream()
+    with stream.issuing():  # as torch.cuda.stream, it makes the stream's device current
+        board.put(1, 1)
+    event = stream.record()
+    assert kinds(machine) == []
     board.put(0, 1)
     board.device.upload(np.zeros(3))
-    stream = board.device.stream()
-    stream.record().wait()
+    event.wait()
+    assert event.passed()
     assert kinds(machine) == ([] if entered else ["device"] * 4)
 
 
