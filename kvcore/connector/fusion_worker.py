@@ -138,18 +138,19 @@ class FusionWorker:
         for order in orders:
             staging = self._stage(order)
             self._orders.append((order, staging))
-            together = self._worker.wave()
+            together, after = self._worker.wave(), self._worker.allocated()
             for chunk in order.chunks:
                 if staging is None:
                     refused += refuse(chunk.graph, RowError.CANCELLED)
                 else:
-                    refused += self._worker.submit(chunk.graph, staging.groups, together)
+                    refused += self._worker.submit(chunk.graph, staging.groups, together, after)
         return refused
 
     def _stage(self, order: BlendOrder) -> ChunkStaging | None:
         """Allocate memory for the chunks of an order; returns None if there is none left."""
         try:
-            return ChunkStaging(self._shape, max(order.blocks, 1), self._device)
+            with self._worker.allocating():
+                return ChunkStaging(self._shape, max(order.blocks, 1), self._device)
         except (RuntimeError, MemoryError) as error:  # what torch raises on a device, and on a CPU
             _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
             return None

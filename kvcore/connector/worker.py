@@ -1,8 +1,12 @@
 """The worker side of every connector: it takes graphs in, repeats failed loads, and reports.
 
     plan ──▶ open tiers, forget slots ──▶ submit saves, loads, chunks of blends
-    forward ──▶ wait for a layer of the loads; repeat a copy from host memory that failed
+    forward ──▶ follow a layer of the loads; repeat a copy from host memory that failed
     poll ──▶ reports, each passed on once its result is final
+
+On a GPU the engine's thread does not wait for copies. It waits until the device has them in a queue
+and lets the engine's stream wait for the rest. A load that has come so far can fail only if the
+device does, and then every later call to the device fails too.
 
 An adapter subclasses `StepWorker`. The subclass maps the engine's calls to these methods, and
 decides what a failed load means and how many attempts a load has.
@@ -12,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,6 +23,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import WorkPlan
+from kvcore.memory.device import Event
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker import refuse
 from kvcore.worker.lifecycle import RankParts, close_worker, open_tiers
@@ -45,6 +49,7 @@ class Load(Generic[_R]):
     """A load in flight, or a chunk of a blend.
 
     ``request_id`` is the request that is parked for the load; None if this step waits for it.
+    Copies of every attempt begin ``after`` the same event: nothing writes to the pages later.
     ``attempts`` is the most times that the graph is submitted. ``left`` counts the ops of this
     attempt that have not ended. It leaves out ops that do not touch the engine's pages, so that a
     medium that hangs holds no page. ``passed`` counts the reports that `pass_on` has returned.
@@ -52,6 +57,7 @@ class Load(Generic[_R]):
 
     graph: TransferGraph
     request_id: _R | None = None
+    after: Event | None = None
     attempts: int = 1
     attempt: int = 1
     cancelled: bool = False
@@ -148,12 +154,21 @@ class StepWorker(Generic[_R]):
                     load.cancelled = True
             self._worker.cancel(graph_id)
 
+    def _mark(self) -> Event | None:
+        """Return an event after the engine's work so far; None if there is no device."""
+        return self._worker.mark()
+
     def _submit(self, graph: TransferGraph, wave: int | None = None) -> None:
         """Start a graph. If the worker refuses it, its failed ops are reported.
 
-        Does not block, except up to `RETRY_WAIT_S` for each further attempt of a refused load.
+        Its copies run after the engine's work so far. Does not block, except up to `RETRY_WAIT_S`
+        for each further attempt of a refused load.
         """
-        refused = self._worker.submit(graph, wave=wave)
+        after = self._mark() if graph.units else None
+        with self._lock:
+            if (load := self._loads.get(graph.graph_id)) is not None:
+                load.after = after = load.after or after
+        refused = self._worker.submit(graph, wave=wave, after=after)
         with self._lock:
             for report in refused:
                 self._take(report)
@@ -165,7 +180,7 @@ class StepWorker(Generic[_R]):
         may still be in flight when its copies have ended.
         """
         repeatable = all(op.path.touches_device for op in graph.ops)
-        load = Load(graph, request_id, self.attempts if repeatable else 1)
+        load = Load(graph, request_id, attempts=self.attempts if repeatable else 1)
         with self._lock:
             self._loads[graph.graph_id] = load
         return load
@@ -173,17 +188,12 @@ class StepWorker(Generic[_R]):
     # -- waiting ----------------------------------------------------------------------------
 
     def quiesce(self, timeout: float) -> bool:
-        """Block until this rank no longer copies from or to the engine's pages.
+        """Block the host until this rank no longer copies from or to the engine's pages.
 
         Returns False after ``timeout`` seconds. Reads and writes of tiers do not count: they do not
         touch the engine's pages.
         """
-        limit = time.monotonic() + timeout
-        while self._worker.on_device:
-            if time.monotonic() >= limit:
-                return False
-            time.sleep(RETRY_WAIT_S / 10)
-        return True
+        return self._worker.wait_idle(timeout)
 
     def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
         """Cancel graphs because of an error, and `quiesce`. Uses none of this object's books."""
@@ -199,17 +209,32 @@ class StepWorker(Generic[_R]):
                     self._take(report)
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
-        """Block until each of ``loads`` has copied ``layer`` or has finally failed."""
+        """Let the current stream wait until each of ``loads`` has copied all up to ``layer``.
+
+        Blocks the host until that was issued. A load of which a copy has failed is settled.
+        """
         for load in loads:
             self._worker.wait_layer(load.graph_id, layer)
+        self._settle_failed(loads)
+
+    def _wait_loads(self, loads: Sequence[Load[_R]]) -> None:
+        """Let the current stream wait for ``loads``, as `_wait_layer` does for a layer.
+
+        Afterwards `Load.failed` is final.
+        """
+        for load in loads:
+            self._worker.follow(load.graph_id)
+        self._settle_failed(loads)
+
+    def _settle_failed(self, loads: Sequence[Load[_R]]) -> None:
         if loads:
             self._collect()
         for load in loads:
-            if load.failed or load.attempt > 1:  # the copy that failed may be this layer's
+            if load.failed or load.attempt > 1:  # it may be a copy that is needed now
                 self._settle(load)
 
     def _settle(self, load: Load[_R]) -> None:
-        """Block until ``load`` has ended, after its last attempt if it fails."""
+        """Block the host until ``load`` has ended, after its last attempt if it fails."""
         while self._loads.get(load.graph_id) is load:
             self._worker.wait_device(load.graph_id)
             self._collect()
@@ -233,13 +258,12 @@ class StepWorker(Generic[_R]):
                 self._take(report)
 
     def _arrived(self, order: BlendOrder) -> bool:
-        """Block until the copies of an order's chunks have ended; return True if all succeeded.
+        """Let the current stream wait for an order's chunks; return True if none has failed.
 
         Call exactly once for each order that was begun.
         """
         chunks = [self._chunks.pop(chunk.graph.graph_id) for chunk in order.chunks]
-        for chunk in chunks:
-            self._settle(chunk)
+        self._wait_loads(chunks)
         return not any(chunk.failed for chunk in chunks)
 
     def _lose(self, orders: Iterable[BlendOrder]) -> list[BlendOrder]:
@@ -305,7 +329,10 @@ class StepWorker(Generic[_R]):
             self._ended(load)
 
     def _retry(self, load: Load[_R]) -> None:
-        """Submit a load again. Blocks up to `RETRY_WAIT_S`. The caller holds the lock."""
+        """Submit a load again, from any thread. Blocks up to `RETRY_WAIT_S`.
+
+        The caller holds the lock.
+        """
         _log.warning("a load failed and is tried again graph=%d", load.graph_id)
         load.attempt += 1
         load.begin()

@@ -94,6 +94,13 @@ class Device(ABC):
     def current_stream(self) -> Stream:
         """Return the stream that this thread issues its work to."""
 
+    def stream_of(self, engine_stream: Any) -> Stream:
+        """Return a stream that an engine has made, by the engine's own object for it.
+
+        A device that engines make no streams for takes any object, and returns the current stream.
+        """
+        return self.current_stream()
+
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:
         """Lock host memory in place and let the device reach it. Blocks: 2 to 6 GB a second.
@@ -261,6 +268,9 @@ class CudaDevice(Device):
         import torch
 
         return _CudaStream(torch.cuda.current_stream(self.name))
+
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return _CudaStream(engine_stream)
 
     def register(self, address: int, nbytes: int) -> None:
         with self.current():

@@ -21,6 +21,7 @@ from kvcore.config.paths import folder_of
 from kvcore.control.messages import Refused
 from kvcore.errors import KVCoreError, LayoutError, TierUnavailable
 from kvcore.memory.arena import HostArena, arena_bytes
+from kvcore.memory.device import Event
 from kvcore.memory.hugepages import SharedPages
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.model.shape import BlockShape
@@ -129,6 +130,7 @@ class ServedWorker(KVWorker):
         graph: TransferGraph,
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
+        after: Event | None = None,
     ) -> list[OpReport]:
         """Submit a graph as `KVWorker.submit` does; refuse it if its session is over."""
         with self._joining:
@@ -137,7 +139,7 @@ class ServedWorker(KVWorker):
             except KVCoreError as error:
                 _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
                 return refuse(graph, RowError.IO)
-            return super().submit(graph, into, wave)
+            return super().submit(graph, into, wave, after)
 
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)

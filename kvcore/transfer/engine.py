@@ -6,8 +6,19 @@ A wave is a set of graphs that are waited for together, layer by layer: the load
 chunks of a blend. Layer 0 of all graphs of a wave is copied before layer 1 of any of them, and an
 earlier wave before a later one.
 
-    op      created ──▶ ready ──▶ running ──▶ completed | failed
+    op      created ──▶ ready ──▶ running ──▶ issued ──▶ completed | failed
+                  │       │           └──────────────────▶
                   └───────┴──▶ cancelled (by the caller, a deadline, or close)
+
+An executor may return before its work has ended, with what to wait for: the op is then *issued*.
+Its thread goes on to the next op, and a second thread waits for the ends in order. Whoever may go
+on once the work is in a queue of the device waits for "issued" only (`wait_issued`), and lets its
+own stream wait for the rest. All reasons why rows of an op may fail are known by then: an op that
+was issued can fail only if the device itself fails. Dependent ops and reports wait for the end.
+
+At most `SAVES_ISSUED` ops of saves a thread are issued and have not ended, so that a load finds
+little before it on the device. Loads are issued as soon as they are ready, and so is any op that
+`wait_issued` waits for.
 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
 failed upstream. The outcome of each op is reported as an ``OpReport``.
@@ -25,12 +36,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
+
+__all__ = ["Executor", "Issued", "OpState", "OpTiming", "TransferEngine"]
 
 _log = logging.getLogger("kvcore.transfer")
+
+SAVES_ISSUED = 2
+"""The most ops of saves and spills that a thread has issued and that have not ended."""
+
+_AWAITED = -1
+"""The priority of ops that somebody waits for."""
 
 
 class OpState(Enum):
@@ -39,6 +59,7 @@ class OpState(Enum):
     CREATED = "created"
     READY = "ready"
     RUNNING = "running"
+    ISSUED = "issued"
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -48,14 +69,39 @@ class OpState(Enum):
         """True for the final states."""
         return self in (OpState.COMPLETED, OpState.FAILED, OpState.CANCELLED)
 
+    @property
+    def issued(self) -> bool:
+        """True once the device has the op's work in a queue, and in the final states."""
+        return self is OpState.ISSUED or self.ended
+
+
+class Issued(Protocol):
+    """Work in a queue of a device."""
+
+    def wait(self) -> None:
+        """Block, without spinning, until the work has ended. Raises if the device has failed."""
+        ...
+
+    def seconds(self) -> float:
+        """Return how long the device was at work. Call after `wait`."""
+        ...
+
 
 class Executor(Protocol):
     """Moves the bytes of one path."""
 
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
-        """Copy ``rows`` of ``op`` and return the rows that failed. Blocks until they are copied."""
+    def run(
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Issued:
+        """Copy ``rows`` of ``op``.
+
+        Blocks until they are copied and returns the rows that failed. Or returns what to wait for,
+        once a device has all copies in a queue.
+        """
         ...
 
+
+_Which = Callable[[TransferOp], bool]
 
 _Entry = tuple[int, int, int, int, int, int]
 """Priority, wave, first layer, arrival, id of the graph, and position of the op in it."""
@@ -72,6 +118,24 @@ class OpTiming(NamedTuple):
     started: float
 
 
+class _Taken(NamedTuple):
+    """An op that a thread carries out. ``limited`` if it counts against `SAVES_ISSUED`."""
+
+    run: _ActiveGraph
+    position: int
+    upstream: dict[int, RowError]
+    rows: list[int]
+    limited: bool
+
+    @property
+    def op(self) -> TransferOp:
+        return self.run.graph.ops[self.position]
+
+
+_Ends = SimpleQueue[tuple[_Taken, Issued] | None]
+"""What a thread has issued, in order; None after the last."""
+
+
 class _ActiveGraph:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
@@ -82,10 +146,17 @@ class _ActiveGraph:
         self.states = [OpState.CREATED] * len(graph.ops)
         self.index = {op.op_id: i for i, op in enumerate(graph.ops)}
         self.failed: dict[int, RowError] = {}
+        self.issued: dict[int, Issued] = {}  # by position
+        self.awaited: set[int] = set()  # positions of ops that were put first
 
-    def ended(self, which: Callable[[TransferOp], bool] = lambda op: True) -> bool:
-        pairs = zip(self.graph.ops, self.states, strict=True)
-        return all(state.ended for op, state in pairs if which(op))
+    def positions(self, which: _Which) -> list[int]:
+        return [i for i, op in enumerate(self.graph.ops) if which(op)]
+
+    def ended(self, which: _Which) -> bool:
+        return all(self.states[i].ended for i in self.positions(which))
+
+    def all_issued(self, which: _Which) -> bool:
+        return all(self.states[i].issued for i in self.positions(which))
 
     def runnable(self) -> list[int]:
         """Return the positions of created ops whose deps have all ended."""
@@ -126,12 +197,15 @@ class TransferEngine:
         self._live_ops = 0
         self._order = 0
         self._closed = False
+        counts = threads or {}
+        self._may_issue = {path: SAVES_ISSUED * counts.get(path, 1) for path in self._executors}
+        self._enders: list[threading.Thread] = []
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(path,), name=f"kvcore-{path.value}-{n}", daemon=True
             )
             for path in self._executors
-            for n in range((threads or {}).get(path, 1))
+            for n in range(counts.get(path, 1))
         ]
         for thread in self._threads:
             thread.start()
@@ -182,20 +256,39 @@ class TransferEngine:
 
     def wait(self, graph_id: int, timeout: float | None = None) -> bool:
         """Block until every op of the graph has ended, at most ``timeout`` seconds; True if so."""
-        return self._wait(graph_id, lambda op: True, timeout)
+        return self._wait(graph_id, lambda run: run.ended(_every), timeout)
 
     def wait_device(self, graph_id: int, timeout: float | None = None) -> bool:
         """Wait as ``wait`` does, only for the ops that touch the device."""
-        return self._wait(graph_id, lambda op: op.path.touches_device, timeout)
+        return self._wait(graph_id, lambda run: run.ended(_on_device), timeout)
 
-    def wait_layer(self, graph_id: int, layer: int, timeout: float | None = None) -> bool:
-        """Wait as ``wait`` does, only for the device ops that carry ``layer``."""
+    def wait_issued(
+        self, graph_id: int, layer: int | None = None, timeout: float | None = None
+    ) -> bool:
+        """Block until the device has all copies of a graph in its queues, or they have ended.
 
-        def carries(op: TransferOp) -> bool:
-            touches = op.path.touches_device
-            return touches and (op.layers is None or op.layers.covers(layer))
+        With ``layer``, waits only for the copies of layers up to and including this one. These ops
+        are issued before others.
+        Every failure of their rows that is not one of the device itself can be polled afterwards.
+        Returns False after ``timeout`` seconds.
+        """
+        which = _up_to(layer)
 
-        return self._wait(graph_id, carries, timeout)
+        def issued(run: _ActiveGraph) -> bool:
+            self._put_first(run, which)
+            return run.all_issued(which)
+
+        return self._wait(graph_id, issued, timeout)
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Block until no op in flight touches the device, at most ``timeout`` seconds; True if so.
+
+        Ops that have not started and ops that were issued count too.
+        """
+        with self._lock:
+            return self._changed.wait_for(
+                lambda: all(run.ended(_on_device) for run in self._runs.values()), timeout
+            )
 
     def wait_report(self, timeout: float) -> bool:
         """Block until a report can be polled, at most ``timeout`` seconds; True if so."""
@@ -230,18 +323,16 @@ class TransferEngine:
         with self._lock:
             return self._live_ops
 
-    @property
-    def on_device(self) -> int:
-        """Number of ops in flight that touch the device.
+    def issued(self, graph_id: int, layer: int | None = None) -> list[Issued]:
+        """Return the copies of a graph that were issued and may not have ended.
 
-        Until they have ended, the pages of the engine that they use are not free.
+        With ``layer``, returns only those of layers up to and including this one.
         """
+        which = _up_to(layer)
         with self._lock:
-            return sum(
-                op.path.touches_device and not state.ended
-                for run in self._runs.values()
-                for op, state in zip(run.graph.ops, run.states, strict=True)
-            )
+            run = self._runs.get(graph_id)
+            ops = () if run is None else run.graph.ops
+            return [] if run is None else [c for i, c in run.issued.items() if which(ops[i])]
 
     def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
         """Stop the threads. With ``drain``, saves and spills in flight are finished first.
@@ -260,21 +351,23 @@ class TransferEngine:
             self._closed = True
             for condition in self._work.values():
                 condition.notify_all()
-        for thread in self._threads:
-            thread.join(None if limit is None else max(0.0, limit - self._clock()))
-        return not any(thread.is_alive() for thread in self._threads)
+        for threads in (self._threads, self._enders):  # the first have started all of the others
+            for thread in threads:
+                thread.join(None if limit is None else max(0.0, limit - self._clock()))
+        return not any(thread.is_alive() for thread in (*self._threads, *self._enders))
 
     def check_integrity(self) -> None:
         """Raise TransferError unless the counters agree with the graphs in flight."""
         with self._lock:
             live = sum(1 for r in self._runs.values() for s in r.states if not s.ended)
             ready = sum(1 for r in self._runs.values() for s in r.states if s is OpState.READY)
-            queued = sum(
-                1
-                for path, queue in self._queues.items()
+            entries = {
+                (graph_id, position)
+                for queue in self._queues.values()
                 for *_, graph_id, position in queue
-                if graph_id in self._runs and self._runs[graph_id].states[position] is OpState.READY
-            )
+                if self._is_ready(graph_id, position)
+            }
+            queued = len(entries)
         if live != self._live_ops or ready != queued:
             raise TransferError(
                 f"{live} ops live but {self._live_ops} counted; {ready} ready but {queued} queued"
@@ -283,14 +376,14 @@ class TransferEngine:
     # -- under the lock ---------------------------------------------------------------------
 
     def _wait(
-        self, graph_id: int, which: Callable[[TransferOp], bool], timeout: float | None
+        self, graph_id: int, reached: Callable[[_ActiveGraph], bool], timeout: float | None
     ) -> bool:
         limit = None if timeout is None else self._clock() + timeout
         with self._lock:
-            while (run := self._runs.get(graph_id)) is not None and not run.ended(which):
+            while (run := self._runs.get(graph_id)) is not None and not reached(run):
                 now = self._clock()
                 self._expire(now)
-                if run.ended(which):
+                if reached(run):
                     return True
                 if limit is not None and now >= limit:
                     return False
@@ -305,15 +398,30 @@ class TransferEngine:
     def _advance(self, run: _ActiveGraph) -> None:
         """Queue every op of ``run`` that has become ready."""
         for position in run.runnable():
-            op = run.graph.ops[position]
             run.states[position] = OpState.READY
-            layer = 0 if op.layers is None else op.layers.start
-            rank = run.graph.priority.value, run.wave, layer, self._next()
-            heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
-            self._work[op.path].notify()
+            self._queue(run, position, run.graph.priority.value)
+
+    def _queue(self, run: _ActiveGraph, position: int, priority: int) -> None:
+        op = run.graph.ops[position]
+        layer = 0 if op.layers is None else op.layers.start
+        rank = priority, run.wave, layer, self._next()
+        heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
+        self._work[op.path].notify()
+
+    def _put_first(self, run: _ActiveGraph, which: _Which) -> None:
+        """Queue ready ops once more, before all others. Their earlier entries become void."""
+        for position in run.positions(which):
+            if run.states[position] is OpState.READY and position not in run.awaited:
+                run.awaited.add(position)
+                self._queue(run, position, _AWAITED)
+
+    def _is_ready(self, graph_id: int, position: int) -> bool:
+        run = self._runs.get(graph_id)
+        return run is not None and run.states[position] is OpState.READY
 
     def _finish(self, run: _ActiveGraph, position: int, failed: dict[int, RowError]) -> None:
         op = run.graph.ops[position]
+        run.issued.pop(position, None)
         if not failed:
             run.states[position] = OpState.COMPLETED
         elif any(e in (RowError.CANCELLED, RowError.DEADLINE) for e in failed.values()):
@@ -345,55 +453,125 @@ class TransferEngine:
             self._cancel(run, RowError.DEADLINE)
 
     def _forget_if_ended(self, run: _ActiveGraph) -> None:
-        if run.ended():
+        if run.ended(_every):
             self._runs.pop(run.graph.graph_id, None)
 
     # -- threads ----------------------------------------------------------------------------
 
     def _serve(self, path: Path) -> None:
         _settle_thread(background=path.writes_tier)
+        ends: _Ends | None = None
         while (taken := self._take(path)) is not None:
-            run, position = taken
-            op = run.graph.ops[position]
-            upstream = {row: RowError.UPSTREAM for row in range(*op.rows) if row in run.failed}
-            rows = [row for row in range(*op.rows) if row not in upstream]
             started = self._clock()
-            failed = self._execute(run.graph, op, rows)
-            seconds = self._clock() - started
+            outcome = self._execute(taken.run.graph, taken.op, taken.rows)
+            if isinstance(outcome, dict):
+                self._end(taken, outcome, started, self._clock() - started)
+                continue
+            if ends is None:
+                ends = self._start_ender(path)
             with self._lock:
-                self._finish(run, position, {**upstream, **failed})
-                self._advance(run)
-                self._forget_if_ended(run)
+                taken.run.states[taken.position] = OpState.ISSUED
+                taken.run.issued[taken.position] = outcome
                 self._changed.notify_all()
-            if self._observer is not None:
-                graph_id = run.graph.graph_id
-                self._observer(OpTiming(op, len(rows), len(failed), seconds, graph_id, started))
+            ends.put((taken, outcome))
+        if ends is not None:
+            ends.put(None)
 
-    def _take(self, path: Path) -> tuple[_ActiveGraph, int] | None:
-        """Block until an op of ``path`` is ready; None when the engine closes."""
+    def _start_ender(self, path: Path) -> _Ends:
+        """Start the thread that waits for what this thread issues."""
+        ends: _Ends = SimpleQueue()
+        name = f"{threading.current_thread().name}-ends"
+        thread = threading.Thread(target=self._see_ends, args=(ends,), name=name, daemon=True)
+        with self._lock:
+            self._enders.append(thread)
+        thread.start()
+        return ends
+
+    def _see_ends(self, ends: _Ends) -> None:
+        _settle_thread(background=False)
+        while (one := ends.get()) is not None:
+            taken, copies = one
+            failed: dict[int, RowError] = {}
+            seconds = 0.0
+            try:
+                copies.wait()
+                seconds = copies.seconds()
+            except Exception:  # noqa: BLE001 - thread boundary: the device has failed
+                self._log_failure(taken.run.graph, taken.op)
+                failed = dict.fromkeys(taken.rows, RowError.INTERNAL)
+            self._end(taken, failed, self._clock() - seconds, seconds)
+
+    def _end(
+        self, taken: _Taken, failed: dict[int, RowError], started: float, seconds: float
+    ) -> None:
+        run, op = taken.run, taken.op
+        with self._lock:
+            if taken.limited:
+                self._may_issue[op.path] += 1
+                self._work[op.path].notify()
+            self._finish(run, taken.position, {**taken.upstream, **failed})
+            self._advance(run)
+            self._forget_if_ended(run)
+            self._changed.notify_all()
+        if self._observer is not None:
+            graph_id, rows = run.graph.graph_id, len(taken.rows)
+            self._observer(OpTiming(op, rows, len(failed), seconds, graph_id, started))
+
+    def _take(self, path: Path) -> _Taken | None:
+        """Block until an op of ``path`` may start; None when the engine closes."""
         queue = self._queues[path]
         with self._lock:
             while True:
-                while queue:
-                    *_, graph_id, position = heapq.heappop(queue)
-                    run = self._runs.get(graph_id)
-                    if run is not None and run.states[position] is OpState.READY:
-                        run.states[position] = OpState.RUNNING
-                        return run, position
-                if self._closed:
+                while queue and not self._is_ready(*queue[0][-2:]):
+                    heapq.heappop(queue)
+                if queue and (queue[0][0] <= Priority.LOAD or self._may_issue[path] > 0):
+                    return self._taken(path, *heapq.heappop(queue)[-2:])
+                if self._closed and not queue:
                     return None
                 self._work[path].wait()
 
+    def _taken(self, path: Path, graph_id: int, position: int) -> _Taken:
+        run = self._runs[graph_id]
+        run.states[position] = OpState.RUNNING
+        limited = run.graph.priority > Priority.LOAD
+        if limited:
+            self._may_issue[path] -= 1
+        span = range(*run.graph.ops[position].rows)
+        upstream = {row: RowError.UPSTREAM for row in span if row in run.failed}
+        return _Taken(run, position, upstream, [r for r in span if r not in upstream], limited)
+
     def _execute(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
-    ) -> dict[int, RowError]:
+    ) -> dict[int, RowError] | Issued:
         if not rows:
             return {}
         try:
             return self._executors[op.path].run(graph, op, rows)
         except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue continues
-            _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
+            self._log_failure(graph, op)
             return dict.fromkeys(rows, RowError.IO if op.tier else RowError.INTERNAL)
+
+    @staticmethod
+    def _log_failure(graph: TransferGraph, op: TransferOp) -> None:
+        _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
+
+
+def _every(op: TransferOp) -> bool:
+    return True
+
+
+def _on_device(op: TransferOp) -> bool:
+    return op.path.touches_device
+
+
+def _up_to(layer: int | None) -> _Which:
+    """Return what is true for the device ops of layers up to ``layer``; None for all layers.
+
+    Earlier layers are included: who waits for the last one only may count on all of them.
+    """
+    if layer is None:
+        return _on_device
+    return lambda op: op.path.touches_device and (op.layers is None or op.layers.start <= layer)
 
 
 def _settle_thread(*, background: bool) -> None:

@@ -20,20 +20,19 @@ from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
-from kvcore.worker.streams import CopyStreams
+from kvcore.worker.streams import CopyStreams, IssuedCopies
 
 __all__ = ["DeviceCopy", "Failures", "StagedRead", "TierRead", "TierWrite"]
 
 _log = logging.getLogger("kvcore.worker")
 
-_UNMARKED = -1
-"""The id of no graph."""
-
 
 class DeviceCopy:
     """Executor of H2D, D2H and D2D.
 
-    Copies blocks between the engine's pages and the arena, or the staging on the device.
+    Copies blocks between the engine's pages and the arena, or the staging on the device. On a
+    device that queues its work, copies have been issued when `run` returns, and nothing but a
+    failure of the device can stop them: what they read has been read from its tier before.
     """
 
     def __init__(
@@ -63,17 +62,19 @@ class DeviceCopy:
             for group in self._groups
         ]
 
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+    def run(
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | IssuedCopies:
         places = graph.staged if op.path.is_staged else graph.host_slots
         slots = np.array([places[row] for row in rows], dtype=np.int64)
         groups = self._elsewhere.get(graph.graph_id, self._groups)
-        with self._sync.copying(graph.graph_id):
+        with self._sync.copying(graph.graph_id) as copies:
             for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
                 units = table.array()[rows]
                 if layers and (units != SKIP).any():  # some rows only go as far as host memory
                     self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
-        return {}
+        return copies if self._sync.device.queues else {}
 
     def _copy(
         self,
@@ -156,8 +157,9 @@ class StagedRead:
             )
             for row in rows
         ]
-        with self._sync.copying(_UNMARKED):
+        with self._sync.copying(None) as copies:
             results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
+        copies.wait()
         return self._failures.of(op, rows, results)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvcore.errors import TierError
 from kvcore.index.slots import SlotRun
+from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.layout import DeviceGroup
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
@@ -40,7 +42,11 @@ class DeadTier(Tier):
 class RefusingWorker:
     """Stands in for a worker that could not be built: refuses every graph, so no caller waits."""
 
-    on_device = 0
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return device_of(None).current_stream()
+
+    def mark(self, *others: Stream) -> Event | None:
+        return None
 
     def wave(self) -> int:
         return 0
@@ -50,6 +56,7 @@ class RefusingWorker:
         graph: TransferGraph,
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
+        after: Event | None = None,
     ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
 
@@ -77,7 +84,13 @@ class RefusingWorker:
     def wait_device(self, graph_id: int) -> None:
         pass
 
+    def wait_idle(self, timeout: float) -> bool:
+        return True
+
     def wait_layer(self, graph_id: int, layer: int) -> None:
+        pass
+
+    def follow(self, graph_id: int) -> None:
         pass
 
     def close(self, *, timeout: float = 30.0) -> bool:

@@ -1,44 +1,126 @@
-"""Orders copies with the engine's compute: each thread that copies has a stream of its own."""
+"""Orders copies with the engine's compute, on the device: the host waits for neither.
+
+    engine's stream ─── step ──▶ mark ┄┄┐           ┌┄▶ forward
+                                        ▼           ┆
+    copy thread's stream ─────────── copies of a graph ──▶ done
+
+Each thread that copies has a stream of its own. Memory that a caller allocates to copy into has
+one too, so that a copy into it waits for what last used that memory, not for the running step.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from kvcore.memory.device import Device, Event, Stream
 
-__all__ = ["CopyStreams"]
+__all__ = ["CopyStreams", "IssuedCopies"]
 
-_MARKS_KEPT = 65536
+
+class IssuedCopies:
+    """Copies that were issued to a stream: the `Issued` of the transfer engine.
+
+    ``done`` is the event after the last of them.
+    """
+
+    def __init__(self, device: Device, begun: Event) -> None:
+        self._device = device
+        self._begun = self.done = begun
+
+    def wait(self) -> None:
+        """Block until the copies have ended. Raises what the device raises if it has failed."""
+        with self._device.current():  # else the runtime uses the first GPU of the machine
+            self.done.wait()
+
+    def seconds(self) -> float:
+        """Return how long the device took for them, without what the stream waited for before."""
+        with self._device.current():
+            return self.done.since(self._begun)
 
 
 class CopyStreams:
-    """The streams of a worker's copies on ``device``. They wait for the engine as of `mark`."""
+    """The streams of a worker's copies on ``device``. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._streams: dict[int, Stream] = {}
-        self._marks: dict[int, Event] = {}
+        self._after: dict[int, Event] = {}
+        self._lock = threading.Lock()  # of what copies wait for
+        self._memory: Stream | None = None
+        self._joined: Stream | None = None
 
-    def mark(self, graph_id: int) -> None:
-        """Make the graph's copies wait for what this thread's stream has been given so far."""
-        if not self._device.queues:
+    def mark(self, *others: Stream) -> Event:
+        """Return an event after all that the current stream and ``others`` were given so far."""
+        stream = self.device.current_stream()
+        if others:
+            events = [stream.record(), *(other.record() for other in others)]
+            if self._joined is None:
+                self._joined = self.device.stream()
+            stream = self._joined
+            for event in events:
+                stream.follow(event)
+        return stream.record()
+
+    def start_after(self, graph_id: int, event: Event) -> None:
+        """Make copies of a graph wait for ``event``.
+
+        Events that have passed are forgotten, so that few are kept.
+        """
+        if not self.device.queues:
             return
-        self._marks[graph_id] = self._device.current_stream().record()
-        while len(self._marks) > _MARKS_KEPT:  # ids ascend: the oldest graph ended long ago
-            self._marks.pop(next(iter(self._marks)))
+        with self._lock:
+            self._after[graph_id] = event
+            while self._after and self._after[oldest := next(iter(self._after))].passed():
+                del self._after[oldest]
 
     @contextmanager
-    def copying(self, graph_id: int) -> Iterator[None]:
-        """Issue copies in this block. At its end they have ended."""
+    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
+        """Issue copies in this block, on this thread's stream; they may not have ended after it.
+
+        If the block raises, what it has issued has ended.
+        """
+        stream = self._stream()
+        with self._lock:
+            after = None if graph_id is None else self._after.get(graph_id)
+        if after is not None:
+            stream.follow(after)
+        copies = IssuedCopies(self.device, stream.record(timed=True))
+        try:
+            with stream.issuing():
+                yield copies
+        except BaseException:
+            stream.record().wait()
+            raise
+        copies.done = stream.record(timed=True)
+
+    def _stream(self) -> Stream:
         thread = threading.get_ident()
         stream = self._streams.get(thread)
         if stream is None:
-            self._device.enter()
-            stream = self._streams[thread] = self._device.stream()
-        if (mark := self._marks.get(graph_id)) is not None:
-            stream.follow(mark)
-        with stream.issuing():
-            yield
-        stream.record().wait()
+            self.device.enter()
+            stream = self._streams[thread] = self.device.stream()
+        return stream
+
+    # -- memory to copy into ----------------------------------------------------------------
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context in which to allocate memory that graphs are copied into."""
+        return self._memory_stream().issuing()
+
+    def allocated(self) -> Event:
+        """Return an event after all uses of what `allocating` has reused so far."""
+        return self._memory_stream().record()
+
+    def free(self) -> None:
+        """Let memory be freed that the current stream was the last to use.
+
+        Memory that is allocated later may lie at the same place, and is written only afterwards.
+        """
+        self._memory_stream().follow(self.device.current_stream().record())
+
+    def _memory_stream(self) -> Stream:
+        if self._memory is None:
+            self._memory = self.device.stream()
+        return self._memory

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from kvcore.errors import CapacityError, TierError, TransferError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
-from kvcore.memory.device import device_of
+from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.telemetry.metrics import Metrics
@@ -28,7 +29,7 @@ from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
 from kvcore.worker.refusing import refuse
-from kvcore.worker.streams import CopyStreams
+from kvcore.worker.streams import CopyStreams, IssuedCopies
 
 if TYPE_CHECKING:
     import torch
@@ -162,19 +163,30 @@ class KVWorker:
         """Return a new wave for `submit`: its graphs are copied together, layer by layer."""
         return self.engine.wave()
 
+    def stream_of(self, engine_stream: Any) -> Stream:
+        """Return an engine's stream, by the engine's own object for it."""
+        return self.device.stream_of(engine_stream)
+
+    def mark(self, *others: Stream) -> Event:
+        """Return an event after all that the current stream and ``others`` were given so far."""
+        return self._stream.mark(*others)
+
     def submit(
         self,
         graph: TransferGraph,
         into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
+        after: Event | None = None,
     ) -> list[OpReport]:
-        """Start a graph, ordered after the engine's work so far and earlier waves' copies.
+        """Start a graph, ordered after earlier waves' copies. Its copies begin after ``after``.
 
-        ``into`` replaces the engine's pages until `release` is called for the graph. A graph that
-        cannot be taken (it is malformed, or the queue is full) does not run at all: reports of its
-        failed ops are returned.
+        Without ``after`` they begin after the current stream's work so far: a step that is under
+        way may still write to the pages. ``into`` replaces the engine's pages until `release` is
+        called for the graph. A graph that cannot be taken (it is malformed, or the queue is full)
+        does not run at all: reports of its failed ops are returned.
         """
-        self._stream.mark(graph.graph_id)
+        if graph.units:  # else it goes to and from host memory only
+            self._stream.start_after(graph.graph_id, after or self._stream.mark())
         self.arena.reach(graph.host_slots)
         if into is not None:
             self._elsewhere[graph.graph_id] = into
@@ -185,10 +197,27 @@ class KVWorker:
             return refuse(graph, RowError.INTERNAL)
         return []
 
+    def allocating(self) -> AbstractContextManager[object]:
+        """Return a context in which to allocate memory for an ``into``.
+
+        Graphs into it may then start after `allocated`, while a step is under way. Call `release`
+        for each of them before the memory is freed.
+        """
+        return self._stream.allocating()
+
+    def allocated(self) -> Event:
+        """Return an event after all earlier uses of memory that `allocating` has given out."""
+        return self._stream.allocated()
+
     def release(self, graph_id: int) -> None:
-        """Forget the ``into`` of a graph. Blocks until its copies have ended."""
-        self.engine.wait_device(graph_id)
+        """Forget the ``into`` of a graph, which only the current stream may have read.
+
+        The memory may be freed afterwards: it is not written again before the copies to it, and
+        the reads from it, have ended. Blocks the host until the copies were issued.
+        """
+        self.follow(graph_id)
         self._elsewhere.pop(graph_id, None)
+        self._stream.free()
 
     def poll(self) -> list[OpReport]:
         """Return reports of the ops that ended since the last call. Does not block."""
@@ -208,11 +237,6 @@ class KVWorker:
             count = sum(stop - start for start, stop in slots)
             _log.error("tier %s could not forget %d slots: %s", tier, count, error)
 
-    @property
-    def on_device(self) -> int:
-        """The number of ops in flight that touch the device."""
-        return self.engine.on_device
-
     def wait_report(self, timeout: float) -> bool:
         """Block for a report, at most ``timeout`` seconds; return whether there is one."""
         return self.engine.wait_report(timeout)
@@ -225,12 +249,39 @@ class KVWorker:
         return self.engine.wait_graph(timeout)
 
     def wait_device(self, graph_id: int) -> None:
-        """Block until the graph no longer touches the engine's pages."""
+        """Block the host until the graph no longer touches the engine's pages."""
         self.engine.wait_device(graph_id)
 
+    def wait_idle(self, timeout: float) -> bool:
+        """Block the host until no op in flight touches the engine's pages; True if so.
+
+        Blocks at most ``timeout`` seconds. Ops that have not begun, and copies that a stream has
+        not come to, count too.
+        """
+        return self.engine.wait_idle(timeout)
+
     def wait_layer(self, graph_id: int, layer: int) -> None:
-        """Block until the graph's copies of ``layer`` have ended."""
-        self.engine.wait_layer(graph_id, layer)
+        """Let the current stream wait for the graph's copies of all layers up to ``layer``.
+
+        Blocks as `follow` does.
+        """
+        self._follow(graph_id, layer)
+
+    def follow(self, graph_id: int) -> None:
+        """Let the current stream wait for the graph's copies from and to the engine's pages.
+
+        Blocks the host only until they were issued, or have ended. Every reason for which rows may
+        fail, but a failure of the device itself, can be polled then. On a CPU, copies that were
+        issued have ended.
+        """
+        self._follow(graph_id, None)
+
+    def _follow(self, graph_id: int, layer: int | None) -> None:
+        self.engine.wait_issued(graph_id, layer)
+        stream = self.device.current_stream()
+        for copies in self.engine.issued(graph_id, layer):
+            assert isinstance(copies, IssuedCopies)
+            stream.follow(copies.done)
 
     def close(self, *, timeout: float = 30.0) -> bool:
         """Finish what is in flight, flush the tiers and give the memory back.

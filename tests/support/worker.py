@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from kvcore.memory.device import Stream, device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import (
     OpReport,
@@ -72,15 +73,27 @@ class ScriptedWorker:
             self._ended.add(graph.graph_id)
             self.end(graph, ok=ok)
 
-    @property
-    def on_device(self) -> int:
-        return self.count_on_device()
+    def wait_idle(self, timeout: float) -> bool:
+        while self.count_on_device():
+            if (timeout := timeout - 0.05) <= 0:
+                return False
+        return True
+
+    def mark(self, *others: Any) -> None:
+        return None
+
+    def stream_of(self, engine_stream: Any) -> Stream:
+        return device_of(None).current_stream()
 
     def wave(self) -> int:
         return 0
 
     def submit(
-        self, graph: TransferGraph, into: Sequence[Any] | None = None, wave: int | None = None
+        self,
+        graph: TransferGraph,
+        into: Sequence[Any] | None = None,
+        wave: int | None = None,
+        after: Any = None,
     ) -> list[OpReport]:
         self.submitted.append(graph.graph_id)
         self.refusals -= 1
@@ -101,4 +114,7 @@ class ScriptedWorker:
         self.on_wait()
 
     def wait_layer(self, graph_id: int, layer: int) -> None:
+        self.on_wait()
+
+    def follow(self, graph_id: int) -> None:
         self.on_wait()

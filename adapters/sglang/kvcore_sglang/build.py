@@ -29,7 +29,7 @@ from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, join, open_links
-from kvcore_sglang.worker import Fence, WorkerConnector
+from kvcore_sglang.worker import WorkerConnector
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Fusable:
 def build(
     config: Config,
     served: Served,
-    fence: Fence,
+    forward_stream: object = None,
     publish: Callable[[Data], None] | None = None,
     fusable: Fusable | None = None,
     *,
@@ -73,7 +73,7 @@ def build(
     Args:
         config: the settings.
         served: the rank, its model and its pool of pages.
-        fence: see `kvcore_sglang.worker`.
+        forward_stream: see `kvcore_sglang.worker`.
         publish: see `Leader`.
         fusable: None without fusion, on all ranks alike.
         times_forwards: the forwards of the leader's rank can be timed.
@@ -89,7 +89,7 @@ def build(
         blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
     timed = times_forwards and rank.number == 0  # all ranks take the same time
     clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
-    worker = WorkerConnector(parts, fence, blends, clock)
+    worker = WorkerConnector(parts, forward_stream, blends, clock)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLinks(), None, follower)

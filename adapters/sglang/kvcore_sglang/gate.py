@@ -14,21 +14,23 @@ from kvcore_sglang.worker import WorkerConnector
 
 
 class LayerGate:
-    """The gate that the KV pool calls before it reads a layer. It blocks until the layer is loaded.
+    """The gate that the KV pool calls before it reads a layer: the forward waits for the layer.
 
+    It stands in for SGLang's ``LayerDoneCounter``. The pool has ``layers`` layers.
     ``consumer_index`` is the batch whose forward runs. -1 and unknown batches wait for nothing. If
     not ``layerwise``, a batch waits for all of its loads before its forward. Blends are made when
     their batch starts to run, on the forward's thread and stream. Without a ``worker`` every method
     returns at once.
     """
 
-    def __init__(self, worker: WorkerConnector | None, *, layerwise: bool) -> None:
+    def __init__(self, worker: WorkerConnector | None, *, layers: int, layerwise: bool) -> None:
         self._worker = worker
         self._layerwise = layerwise
         self._batches: dict[int, list[int]] = {}
         self._orders: dict[int, Sequence[BlendOrder]] = {}
         self._unblended: set[int] = set()
         self._count = 0
+        self.num_layers = layers
         self.consumer_index = -1
 
     def start(self, graphs: Sequence[TransferGraph], orders: Sequence[BlendOrder] = ()) -> int:
@@ -56,7 +58,7 @@ class LayerGate:
             self._unblended.add(index)
 
     def wait_until(self, layer: int) -> None:
-        """Block until the loads of the batch that runs have copied ``layer``, or have failed."""
+        """Let the current stream wait for the running batch's loads of layers up to ``layer``."""
         graph_ids = self._batches.get(self.consumer_index)
         if graph_ids and self._worker is not None:
             self._worker.wait_layer(graph_ids, layer)

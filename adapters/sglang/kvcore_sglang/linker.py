@@ -16,7 +16,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,7 +102,11 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             )
         self._parts = self._build(server_args, params, components)
         worker = self._parts.worker if self._parts else None
-        self.layer_done_counter = LayerGate(worker, layerwise=self._config.sglang.layerwise)
+        self.layer_done_counter = LayerGate(
+            worker,
+            layers=len(self._parts.served.pool.view.layout.planes) if self._parts else 0,
+            layerwise=self._config.sglang.layerwise,
+        )
         self._asking: tuple[Any, int, Any] | None = None
         self._stages = False
         """True if KV can be in tiers below host memory, which requests may be held back for."""
@@ -138,7 +141,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             parts = build(
                 self._config,
                 served,
-                self._fence,
+                self.forward_stream,
                 publish,
                 fusable,
                 times_forwards=hooks.fit(hooks.TIME_HOOKS),
@@ -187,17 +190,6 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
     def leader(self) -> Leader | None:
         """The leader on rank 0; None on other ranks, and if kvcore does not serve the model."""
         return self._parts.leader if self._parts else None
-
-    def _fence(self) -> AbstractContextManager[object]:
-        """Return a context whose copies run after the work now queued on the device."""
-        if not torch.cuda.is_available():
-            return contextlib.nullcontext()
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        if self.forward_stream is not None:
-            stream.wait_stream(self.forward_stream)
-        context: AbstractContextManager[object] = torch.cuda.stream(stream)
-        return context
 
     # -- the request of a lookup ------------------------------------------------------------
 

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.worker import ATTEMPTS, Load, StepWorker
+from kvcore.memory.device import Event
 from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_sglang.messages import Order
-
-Fence = Callable[[], AbstractContextManager[object]]
-"""Returns a context. What is submitted in it runs after the engine's work so far."""
 
 
 class WorkerConnector(StepWorker[str]):
@@ -33,8 +30,9 @@ class WorkerConnector(StepWorker[str]):
     Two threads call it: the scheduler's, and the one that exchanges messages with the leader. The
     methods for loads, blends and forwards are for the scheduler's thread only.
 
-    ``blends`` makes KV from stored chunks; None if the model cannot be blended. ``clock`` times
-    this rank's forwards; None if they are not timed.
+    ``forward_stream`` is SGLang's stream for forwards, if it has one beside the current stream of
+    the scheduler's thread. ``blends`` makes KV from stored chunks; None if the model cannot be
+    blended. ``clock`` times this rank's forwards; None if they are not timed.
     """
 
     attempts = ATTEMPTS
@@ -42,12 +40,13 @@ class WorkerConnector(StepWorker[str]):
     def __init__(
         self,
         parts: RankParts,
-        fence: Fence = contextlib.nullcontext,
+        forward_stream: object = None,
         blends: FusionWorker | RefusingFusionWorker | None = None,
         clock: ForwardTimer[Sequence[ForwardPart]] | None = None,
     ) -> None:
         super().__init__(parts, blends)
-        self._fence = fence
+        streams = () if forward_stream is None else (parts.worker.stream_of(forward_stream),)
+        self._forward_streams = streams
         self._clock = clock
         self._started: dict[int, Load[str]] = {}
 
@@ -57,27 +56,31 @@ class WorkerConnector(StepWorker[str]):
         """Carry out an order without its loads. Does I/O only to open tiers and forget slots."""
         self._tend_tiers(order)
         self._cancel(order.cancel)
-        if order.graphs:
-            with contextlib.nullcontext() if order.now else self._fence():
-                for graph in order.graphs:
-                    self._submit(graph)
+        for graph in order.graphs:
+            self._submit(graph)
+
+    def _mark(self) -> Event | None:
+        """Return an event after what the scheduler's thread and the forwards were given so far."""
+        return self._worker.mark(*self._forward_streams)
 
     def start_loads(self, graphs: Sequence[TransferGraph]) -> None:
         """Start to copy into the engine's pages. Blocks as `_submit` does."""
         for graph in graphs:
             self._started[graph.graph_id] = self._expect(graph)
-        with self._fence():
-            for graph in graphs:
-                self._submit(graph)
+        for graph in graphs:
+            self._submit(graph)
 
     # -- loads ------------------------------------------------------------------------------
 
     def wait_layer(self, graph_ids: Iterable[int], layer: int) -> None:
-        """Block until these loads have copied ``layer``. A copy that failed is tried again."""
+        """Let the forward wait until these loads have copied all layers up to ``layer``.
+
+        A copy that failed is tried again first.
+        """
         self._wait_layer([self._started[graph_id] for graph_id in graph_ids], layer)
 
     def finish(self, graph_ids: Iterable[int]) -> bool:
-        """Block until these loads have ended; return True if all succeeded.
+        """Block the host until these loads have ended; return True if all succeeded.
 
         Call exactly once for each load that was started.
         """
@@ -89,8 +92,8 @@ class WorkerConnector(StepWorker[str]):
     def blend(self, orders: Sequence[BlendOrder], landed: Callable[[int], None]) -> bool:
         """Make the KV of these orders in the engine's pages; return True if all of it is right.
 
-        Blocks. ``landed(layer)`` blocks until the batch's loads have copied a layer. Call right
-        before the forward.
+        ``landed(layer)`` lets the current stream wait until the batch's loads have copied a layer.
+        Call right before the forward.
         """
         self._begin_blends(self._blends, orders)
         unfilled = self._blends.run(landed)

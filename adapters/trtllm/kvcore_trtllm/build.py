@@ -113,9 +113,12 @@ def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerCo
     )
 
 
-def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Leader:
+def build_leader(
+    config: Config, memory: Memory, worker: WorkerConnector, *, layerwise: bool = True
+) -> Leader:
     """Build the leader over the memory of rank 0. Close it after all ranks have closed.
 
+    ``layerwise`` is that of the workers: only then are loads of a step cut into layers.
     A tier that cannot be used is left out with a warning.
     """
     model = whole(memory.facts, memory.groups, config.block.tokens)
@@ -129,7 +132,7 @@ def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Lea
         parts.manager,
         parts.read_paths,
         min_load_tokens=config.trtllm.min_load_tokens,
-        layerwise=config.trtllm.layerwise,
+        layerwise=layerwise,
         times_forwards=False,
     )
     if alone:  # the first lookup may read from a tier, before there is any plan
@@ -145,6 +148,7 @@ def build_leader(config: Config, memory: Memory, worker: WorkerConnector) -> Lea
         outbox,
         open_tiers={} if alone else parts.open_tiers,
         lane=worker.start if alone else None,
+        layerwise=layerwise,
     )
     worker.listener = leader.hear
     worker.on_blends = leader.hear_blends

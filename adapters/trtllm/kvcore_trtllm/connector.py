@@ -129,7 +129,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
     def _build_leader(self, memory: Memory, side: WorkerConnector) -> Leader | None:
         """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
         try:
-            return build_leader(self._config, memory, side)
+            return build_leader(self._config, memory, side, layerwise=self._layerwise)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
@@ -146,16 +146,18 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             self._side.end_forward()
 
     def start_load_kv(self, stream: Any) -> None:
-        """Begin the step's plan, before the forward. Blocks as `WorkerConnector.begin` does."""
+        """Begin the step's plan, before the forward. See `WorkerConnector.begin`."""
         metadata = self.get_connector_meta()
         if self._side is not None and isinstance(metadata, KVCoreMetadata):
             self.bind_connector_meta(None)  # a plan runs once, even if the engine calls again
-            self._side.begin(metadata.plan())
+            with self._side.on(stream):
+                self._side.begin(metadata.plan())
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Block until the loads have copied a layer. Raises TransferError if one has failed."""
+        """Let ``stream`` wait for the loads of a layer. Raises TransferError if one has failed."""
         if self._side is not None:
-            self._side.wait_for_layer(layer_idx)
+            with self._side.on(stream):
+                self._side.wait_for_layer(layer_idx)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
         """Do nothing: kvcore saves whole blocks, after the step's forward."""
@@ -163,7 +165,8 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
     def wait_for_save(self, stream: Any) -> None:
         """Start the step's late saves, unless the end of the forward has done so."""
         if self._side is not None:
-            self._side.end_forward()
+            with self._side.on(stream):
+                self._side.end_forward()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]

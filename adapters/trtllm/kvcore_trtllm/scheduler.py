@@ -67,7 +67,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     """The leader of one engine, on rank 0. Called from the executor's thread only.
 
     If there is only one rank, ``lane`` hands a graph to it at once. Otherwise ``lane`` is None.
-    ``on_reuse`` receives the id of a request and its reused tokens by tier.
+    ``layerwise`` is True if the forward waits for loads layer by layer. ``on_reuse`` receives the
+    id of a request and its reused tokens by tier.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         outbox: Outbox,
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
+        layerwise: bool = True,
     ) -> None:
         settings = config.trtllm
         traits = SchedulerTraits(
             no_page=NO_PAGE,
             min_load_tokens=max(settings.min_load_tokens, 1),
-            layerwise=settings.layerwise,
+            layerwise=layerwise,
             place=of_its_group,
             host_only=True,
         )

@@ -1,7 +1,7 @@
 """The data plane inside a TensorRT-LLM rank: it carries out step plans around the model's forward.
 
-    start_load_kv         starts early saves, waits for fences, starts loads, makes blends
-    wait_for_layer_load   waits until the sync loads have copied a layer
+    start_load_kv         starts early saves and loads, follows fences, makes blends
+    wait_for_layer_load   follows the sync loads' copies of a layer
     end of the forward    starts late saves
     get_finished          returns requests whose saves or loads have ended, each once
 
@@ -11,7 +11,9 @@ any op is open, get_finished gathers the reports of all ranks. The engine calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.fusion_worker import PromisedFusionWorker
@@ -19,10 +21,14 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
 from kvcore.errors import TransferError
+from kvcore.memory.device import Event, Stream
 from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, StepPlan
+
+_STREAMS_KNOWN = 8
+"""The most streams of the engine that are kept in mind."""
 
 Allgather = Callable[[bytes], list[bytes]]
 """Returns the bytes that each rank passed, in order of rank. A collective."""
@@ -103,13 +109,36 @@ class WorkerConnector(StepWorker[int]):
         self._loads_asked: set[int] = set()
         self._saves_asked: set[int] = set()
         self._worked = False
+        self._streams: dict[int, tuple[Any, Stream]] = {}
+
+    # -- streams ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def on(self, engine_stream: Any) -> Iterator[None]:
+        """Make a stream that the engine has passed the current one in this block.
+
+        Every later copy runs after what such streams were given before it: TensorRT-LLM runs its
+        forwards on a stream of their own.
+        """
+        known = self._streams.get(id(engine_stream))
+        if known is None:
+            if len(self._streams) == _STREAMS_KNOWN:
+                self._streams.pop(next(iter(self._streams)))
+            known = engine_stream, self._worker.stream_of(engine_stream)
+            self._streams[id(engine_stream)] = known
+        with known[1].issuing():
+            yield
+
+    def _mark(self) -> Event | None:
+        return self._worker.mark(*(stream for _, stream in self._streams.values()))
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         """Start the work that precedes this step's forward, and carry out its blends.
 
-        Blocks on fences and blends, and on sync loads unless they are waited for layer by layer.
+        What the step does waits for fences, and for sync loads unless they are waited for layer by
+        layer. Blocks the host while blends are launched.
         Raises TransferError if a sync load that it waits for has finally failed.
         """
         self._drop_late_saves()  # left over if the last forward failed
@@ -179,7 +208,7 @@ class WorkerConnector(StepWorker[int]):
     # -- sync loads -------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
-        """Block until every sync load has copied ``layer``.
+        """Let the forward wait until every sync load has copied ``layer``.
 
         Raises TransferError if a load has finally failed: the engine then fails the step's
         requests.
@@ -192,9 +221,9 @@ class WorkerConnector(StepWorker[int]):
             self._require(load)
 
     def _require_loads(self) -> None:
-        """Block until every sync load has ended. Raises TransferError if one has finally failed."""
+        """Follow every sync load. Raises TransferError if one has finally failed."""
+        self._wait_loads(self._sync)
         for load in self._sync:
-            self._settle(load)
             self._require(load)
 
     def _require(self, load: Load[int]) -> None:
@@ -207,16 +236,16 @@ class WorkerConnector(StepWorker[int]):
             )
 
     def _pass(self, graph_id: int) -> None:
-        """Block until a graph no longer uses pages that this step gives to others.
+        """Let the step's work wait until a graph no longer uses pages that it gives to others.
 
         A load that failed is tried again, and then writes to its pages again. If it finally fails
         and was not cancelled, the step is broken: another request in it may count on its pages.
         """
         load = self._loads.get(graph_id)
         if load is None:
-            self._worker.wait_device(graph_id)
+            self._worker.follow(graph_id)
             return
-        self._settle(load)
+        self._wait_loads([load])
         if load.failed and not load.cancelled:
             self._plan.broken = self._plan.broken or (
                 "KV that this step shares with a request that loads it did not arrive"

@@ -81,6 +81,7 @@ def build_scheduler_side(
         recorder=recorder,
     )
     in_step = _recovers_in_step(vllm_config)
+    layerwise = loads_layerwise(config, vllm_config)
     planning = None
     if pace is not None:
         planning = build_planner(
@@ -90,7 +91,7 @@ def build_scheduler_side(
             pace.rates,
             recorder,
             min_load_tokens=settings.min_load_tokens,
-            layerwise=settings.layerwise and in_step,
+            layerwise=layerwise and in_step,
         )
     fusion = _fusion_leader(config, vllm_config, model, parts, pace)
     side = SchedulerSide(
@@ -107,6 +108,7 @@ def build_scheduler_side(
             Clients(config),
         ),
         in_step=in_step,
+        layerwise=layerwise,
         media=_media(vllm_config),
     )
     return side
@@ -120,6 +122,17 @@ def _media(vllm_config: VllmConfig) -> MediaIdentity | str:
         return media_identity(vllm_config)
     except UnsupportedError as error:
         return str(error)
+
+
+def loads_layerwise(config: Config, vllm_config: VllmConfig) -> bool:
+    """Return True if a forward waits for sync loads layer by layer.
+
+    The replay of a full CUDA graph skips the waits inside the forward. It then waits for whole
+    loads before, and to cut them would only make more copies.
+    """
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    full = graphs is not None and graphs.has_full_cudagraphs()
+    return config.vllm.layerwise and not full
 
 
 def _recovers_in_step(vllm_config: VllmConfig) -> bool:

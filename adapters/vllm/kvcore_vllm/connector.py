@@ -32,6 +32,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.build import (
     build_scheduler_side,
     build_worker_connector,
+    loads_layerwise,
     refusing_worker_connector,
 )
 from kvcore_vllm.describe import describe
@@ -97,10 +98,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        # The replay of a full CUDA graph skips the waits inside the forward.
-        graphs = vllm_config.compilation_config.cudagraph_mode
-        full = graphs is not None and graphs.has_full_cudagraphs()
-        self._layerwise = self._config.vllm.layerwise and not full
+        self._layerwise = loads_layerwise(self._config, vllm_config)
         self._hooked = False  # plugins watch the model's attention
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
@@ -216,13 +214,17 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         watch_weights(self._vllm_config, self._worker.weights_changed)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Start the step's plan. vLLM's first call of a step, before it touches a page."""
+        """Start the step's plan, before the step writes to a page of a model that kvcore serves.
+
+        Model Runner V1 calls it first of all. V2 first zeroes and copies the pages of models that
+        need it, which `describe` refuses.
+        """
         assert isinstance(kv_connector_metadata, KVCoreMetadata)
         if self._worker is not None:
             self._worker.begin(kv_connector_metadata.plan())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Make the step's blends. Blocks for all sync loads unless they are layerwise.
+        """Make the step's blends. All that follows waits for sync loads that are not layerwise.
 
         Model Runner V2 names the requests of the forward in ``request_ids``.
         """
@@ -230,7 +232,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start(kwargs.get("request_ids", ()), layerwise=self._layerwise)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until the sync loads have copied the layer."""
+        """Let the forward wait until the sync loads have copied the layer."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 

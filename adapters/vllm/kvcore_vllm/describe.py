@@ -44,12 +44,12 @@ def describe(
     """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
-    _check_page_writers(vllm_config, kv_cache_config)
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config)
     if stages:
         groups = (_whole_group(groups, stages),)
     specs = _served_specs(kv_cache_config)
+    _check_page_writers(kv_cache_config)
     spec = specs[0]
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
@@ -100,16 +100,18 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
         )
 
 
-def _check_page_writers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise UnsupportedError if pages are written before kvcore can wait for a save of them.
+def _check_page_writers(kv_cache_config: KVCacheConfig) -> None:
+    """Raise UnsupportedError if vLLM zeroes pages, or copies others into them, within a step.
 
-    Model Runner V2 zeroes the pages of a step, and copies others into them, before it calls the
-    connector. It does either only for models that need zeroing.
+    It does so only for models that need zeroing. Model Runner V1 queues it after it has called the
+    connector, so a load to such a page may come before. V2 queues it before that call, so a save
+    may still read the page.
     """
-    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+    if kv_cache_config.needs_kv_cache_zeroing:
         raise UnsupportedError(
-            "a KV cache whose pages Model Runner V2 zeroes or copies before kvcore can wait for a "
-            "save that reads them; VLLM_USE_V2_MODEL_RUNNER=0 selects the runner that waits"
+            "a KV cache whose pages vLLM zeroes or copies within a step (Mamba layers, or layers "
+            "of several precisions), in no order with the copies of a connector; kvcore serves "
+            "caches of one precision without Mamba layers"
         )
 
 

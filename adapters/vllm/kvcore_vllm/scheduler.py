@@ -73,7 +73,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     No call does I/O but for the files of LoRA adapters.
 
-    ``in_step`` is True if vLLM recovers from a failed load that is part of a step. ``media`` is
+    ``in_step`` is True if vLLM recovers from a failed load that is part of a step, and
+    ``layerwise`` if a forward waits for such a load layer by layer. ``media`` is
     what shapes the KV of media, or the reason why requests with media are left alone.
     """
 
@@ -87,13 +88,14 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         policy: FusionPolicy | None = None,
         handover: Handover | None = None,
         in_step: bool = True,
+        layerwise: bool = True,
         media: MediaIdentity | str = "no media here",
     ) -> None:
         settings = config.vllm
         traits = SchedulerTraits(
             no_page=NULL_PAGE,
             min_load_tokens=settings.min_load_tokens,
-            layerwise=settings.layerwise,
+            layerwise=layerwise,
         )
         self._in_step = in_step
         super().__init__(config, model, parts, traits)

@@ -1,12 +1,14 @@
 """The data plane inside a vLLM worker: it carries out step plans around the model's forward.
 
-handle_preemptions    waits for fences, starts loads and early saves    (before the forward)
+handle_preemptions    starts early saves and loads, follows fences      (before the forward)
 start_load_kv         makes blends               (before the forward if the step has sync loads)
-wait_for_layer_load   waits until the sync loads have copied a layer
+wait_for_layer_load   follows the sync loads' copies of a layer
 wait_for_save         starts late saves                                 (after the forward)
 get_transfer_results  returns async loads that ended; an empty step waits briefly for one
 
-With speculative decoding vLLM calls wait_for_save last, after it has asked for all results.
+To *follow* copies is to let the engine's stream wait for them; this thread waits only until they
+were issued. With speculative decoding vLLM calls wait_for_save last, after it has asked for all
+results.
 """
 
 from __future__ import annotations
@@ -62,7 +64,11 @@ class WorkerConnector(StepWorker[str]):
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the work that precedes this step's forward. Blocks on fences only."""
+        """Start the work that precedes this step's forward.
+
+        Whatever the step writes to a page, it writes after the saves of its fence have read it: a
+        save that waits in the queue is issued first, and this thread waits for no more than that.
+        """
         self._plan, self._number = plan, plan.number
         self._tend_tiers(plan)
         self._finished.update(plan.failed_loads)
@@ -74,7 +80,7 @@ class WorkerConnector(StepWorker[str]):
         for graph in plan.early_saves:
             self._submit(graph)
         for graph_id in plan.fence:
-            self._worker.wait_device(graph_id)
+            self._worker.follow(graph_id)
         self._cancel(plan.cancel)
         together = self._worker.wave()
         for graph in plan.sync_loads:
@@ -127,25 +133,22 @@ class WorkerConnector(StepWorker[str]):
         prefixes, self._prefixes = self._prefixes, {}
         self._blends.run(lambda layer: self._wait_layer(list(prefixes.values()), layer))
         self._lose(orders)
-        for request_id, load in prefixes.items():
-            self._settle(load)
-            if load.failed:
-                self._lost.add(request_id)
+        self._wait_loads(list(prefixes.values()))
+        self._lost.update(request_id for request_id, load in prefixes.items() if load.failed)
         reports = self.take_blends()
         self._made += reports
         self._finished.update(report.request_id for report in reports)
         self._failed.update(report.request_id for report in reports if not report.ok)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Block until every sync load has copied the layer of this name, or has failed."""
+        """Follow the sync loads' copies of the layer of this name."""
         layer = self._layer_of.get(layer_name)
         if self._sync and layer is not None:
             self._wait_layer(self._sync, layer)
 
     def wait_for_loads(self) -> None:
-        """Block until every sync load has ended."""
-        for load in self._sync:
-            self._settle(load)
+        """Follow the sync loads. Those that fail have failed when this returns."""
+        self._wait_loads(self._sync)
 
     # -- after the forward ------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class WorkerConnector(StepWorker[str]):
         self._clock.stop()
 
     def end_forward(self) -> None:
-        """Wait for the sync loads, then start the saves of what the forward computed.
+        """Follow the sync loads, then start the saves of what the forward computed.
 
         Drops the saves if the forward may have computed on KV that did not arrive.
         """
@@ -187,8 +190,8 @@ class WorkerConnector(StepWorker[str]):
     def finished_loads(self) -> tuple[set[str], set[str]]:
         """Return the requests whose async load or blend has ended, and those for which it failed.
 
-        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one. Also waits
-        for the sync loads: if one fails, `take_bad_pages` must name its pages in this step.
+        Each request is returned once. An empty step blocks up to `IDLE_WAIT_S` for one. Follows the
+        sync loads: if one fails, `take_bad_pages` must name its pages in this step.
         """
         self.wait_for_loads()
         if self._plan.empty_step and not self._finished:

@@ -17,7 +17,7 @@ from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import DiskTier
-from kvcore.transfer.engine import Executor
+from kvcore.transfer.engine import Executor, Issued
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.executors import DeviceCopy
 from kvcore.worker.worker import KVWorker
@@ -86,7 +86,9 @@ class FaultyExecutor:
         self.faults = faults
         self.seam = seam
 
-    def run(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+    def run(
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Issued:
         if self.faults.meet(self.seam) is not None:
             return dict.fromkeys(rows, RowError.INTERNAL)
         return self.inner.run(graph, op, rows)

@@ -274,7 +274,7 @@ class Blending:
 @pytest.mark.parametrize("good", [True, False])
 def test_blends_are_made_when_their_batch_runs(good: bool) -> None:
     worker: Any = Blending(good)
-    gate = LayerGate(worker, layerwise=True)
+    gate = LayerGate(worker, layers=2, layerwise=True)
     orders = [BlendOrder("one", b"", 0, 0, 1, [], 0.5, [], 1)]
     graph: Any = SimpleNamespace(graph_id=7)
     assert gate.start([], []) == -1

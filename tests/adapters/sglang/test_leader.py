@@ -305,12 +305,12 @@ def test_chunks_land_behind_an_exact_prefix(
     if fail:
         submit = rig.engine.submit
 
-        def failing(graph: TransferGraph, into: Any = None, wave: int | None = None) -> Any:
+        def failing(graph: TransferGraph, into: Any = None, *more: Any, **named: Any) -> Any:
             if into is not None:
                 monkeypatch.setattr(
                     type(rig.engine.ops), "copy_blocks", lambda *a, **k: 1 / 0, raising=True
                 )
-            return submit(graph, into, wave)
+            return submit(graph, into, *more, **named)
 
         monkeypatch.setattr(rig.engine, "submit", failing)
     rig.worker.start_loads([graph])

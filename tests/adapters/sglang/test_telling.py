@@ -115,7 +115,7 @@ def saved(rig: SGLangRig) -> dict[str, float]:
 
 
 def forwards(rig: SGLangRig, *rows: int) -> None:
-    gate = LayerGate(rig.worker, layerwise=True)
+    gate = LayerGate(rig.worker, layers=2, layerwise=True)
     for count in rows:
         with gate.around_forward([ForwardPart(count, 0)]):
             pass
@@ -172,7 +172,7 @@ def test_a_forward_that_waits_or_decodes_is_not_timed(rigs: list[SGLangRig]) -> 
     tokens = text(320, 61)
     rig.keep(tokens)
     slots = rig.slots(rig.lookup("waits", tokens))
-    gate = LayerGate(rig.worker, layerwise=True)
+    gate = LayerGate(rig.worker, layers=2, layerwise=True)
     index = gate.start(rig.leader.load("waits", slots).graphs)
     for consumer, parts in (
         (index, [ForwardPart(500, 0)]),  # in step with its loads

@@ -152,7 +152,12 @@ class _Slow:
         self._running: list[TransferGraph] = []
         self._reports: list[OpReport] = []
 
-    def submit(self, graph: TransferGraph, wave: int | None = None) -> list[OpReport]:
+    def mark(self) -> None:
+        return None
+
+    def submit(
+        self, graph: TransferGraph, wave: int | None = None, after: None = None
+    ) -> list[OpReport]:
         self.attempts += 1
         self._running.append(graph)
         return []
@@ -162,6 +167,8 @@ class _Slow:
             failed = {0: RowError.IO} if self.attempts <= self.failing else {}
             self._reports += [OpReport(graph.graph_id, op.op_id, failed) for op in graph.ops]
         self._running.clear()
+
+    follow = wait_device
 
     def poll(self) -> list[OpReport]:
         found, self._reports = self._reports, []

@@ -112,6 +112,13 @@ def test_layers_of_different_formats_are_refused() -> None:
         describe(vllm_config(), told(specs), 16)
 
 
+def test_pages_that_vllm_zeroes_in_a_step_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runner V2 does so while a save may read them, and V1 while a load may have filled them."""
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+    with pytest.raises(UnsupportedError, match="zeroes or copies within a step"):
+        describe(vllm_config(), told(spec_of()), 16)
+
+
 # -- kinds of caches -----------------------------------------------------------------------------
 
 

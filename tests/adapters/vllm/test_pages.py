@@ -13,7 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvcore.connector.page_table import PageUsers
 from kvcore.errors import UnsupportedError
 from kvcore_vllm.connector import KVCoreConnector
-from kvcore_vllm.describe import describe
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
 from support.worker import load_graph
@@ -69,13 +68,6 @@ def test_a_page_that_is_copied_from_needs_no_fence(side: SchedulerSide) -> None:
 def vllm_config(**fields: Any) -> Any:
     parallel = SimpleNamespace(nnodes=1, pipeline_parallel_size=1, tensor_parallel_size=1)
     return SimpleNamespace(parallel_config=parallel, speculative_config=None, **fields)
-
-
-def test_pages_that_model_runner_v2_zeroes_are_not_served() -> None:
-    """It zeroes them before it calls the connector, so a save may still read them."""
-    config = vllm_config(use_v2_model_runner=True)
-    with pytest.raises(UnsupportedError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        describe(config, SimpleNamespace(needs_kv_cache_zeroing=True), 16)  # type: ignore[arg-type]
 
 
 # -- sleep --------------------------------------------------------------------------------------

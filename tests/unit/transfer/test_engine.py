@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import OpTiming, TransferEngine
+from kvcore.transfer.engine import OpState, OpTiming, TransferEngine
 from kvcore.transfer.graph import (
     OpReport,
     Path,
@@ -262,12 +263,12 @@ def test_a_layer_can_be_used_while_the_next_is_in_flight(rig: EngineRig) -> None
 
     rig.at[Path.H2D].run = stepwise  # type: ignore[method-assign]
     rig.engine.submit(graph)
-    assert not rig.engine.wait_layer(1, 0, timeout=0.01)
+    assert not rig.engine.wait_issued(1, 0, timeout=0.01)
     gate.release()
-    assert rig.engine.wait_layer(1, 0, timeout=WAIT)
-    assert not rig.engine.wait_layer(1, 3, timeout=0.01)
+    assert rig.engine.wait_issued(1, 0, timeout=WAIT)
+    assert not rig.engine.wait_issued(1, 3, timeout=0.01)
     gate.release(5)
-    assert rig.engine.wait_layer(1, 3, timeout=WAIT)
+    assert rig.engine.wait_issued(1, 3, timeout=WAIT)
 
 
 def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
@@ -276,12 +277,14 @@ def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
     saving, loading = save(1, 4), load(2, 0, 2)
     rig.engine.submit(saving)
     assert rig.engine.wait_device(1, WAIT)
-    assert rig.engine.on_device == 0 < rig.engine.in_flight
+    assert rig.engine.wait_idle(0)
+    assert rig.engine.in_flight
     rig.engine.submit(loading)
-    assert rig.engine.on_device > 0, "its pages wait for what the disk reads"
+    assert not rig.engine.wait_idle(0), "its pages wait for what the disk reads"
     rig.at[Path.DISK2H].gate.set()
     assert rig.engine.wait(2, WAIT)
-    assert rig.engine.on_device == 0 < rig.engine.in_flight
+    assert rig.engine.wait_idle(0)
+    assert rig.engine.in_flight
 
 
 def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: EngineRig) -> None:
@@ -375,3 +378,133 @@ def test_close_without_drain_drops_what_waits() -> None:
         rig.at[Path.D2H].gate.set()
         assert closing.result()
     assert {op_id for _, op_id, _ in rig.log} == {0}
+
+
+class Queue:
+    """What an executor has issued: it ends when the test says so. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        assert self.ended.wait(WAIT)
+        if self.error is not None:
+            raise self.error
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+class Issuer(Recorder):
+    """A recorder that issues its work."""
+
+    def __init__(self, log: list[tuple[int, int, tuple[int, ...]]], lock: threading.Lock) -> None:
+        super().__init__(log, lock)
+        self.queue: list[Queue] = []
+
+    def run(  # type: ignore[override]
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Queue:
+        failed = super().run(graph, op, rows)
+        if failed:
+            return failed
+        with self.lock:
+            self.queue.append(Queue())
+            return self.queue[-1]
+
+
+class IssuingRig(EngineRig):
+    def __init__(self, **options: object) -> None:
+        self.log = []
+        lock = threading.Lock()
+        on_device = {path: Issuer(self.log, lock) for path in Path if path.touches_device}
+        self.at = {path: on_device.get(path) or Recorder(self.log, lock) for path in Path}
+        self.on_device = list(on_device.values())
+        self.timings = []
+        self.engine = TransferEngine(self.at, observer=self.timings.append, **options)  # type: ignore[arg-type]
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        limit = time.monotonic() + WAIT
+        while not reached():
+            assert time.monotonic() < limit
+            time.sleep(0.001)
+
+    def let_end(self) -> None:
+        for issuer in self.on_device:
+            for one in list(issuer.queue):
+                one.ended.set()
+
+    def states(self, graph: TransferGraph) -> list[OpState]:
+        with self.engine._lock:
+            return list(self.engine._runs[graph.graph_id].states)
+
+
+def test_what_depends_on_an_issued_op_waits_for_its_end() -> None:
+    rig = IssuingRig()
+    graph = save(1, 2)
+    rig.engine.submit(graph)
+    assert rig.engine.wait_issued(1, timeout=WAIT)
+    assert not rig.engine.wait(1, 0.01)
+    assert rig.log == [(1, 0, (0, 1))], "a block is written whose copy has not ended"
+    assert rig.engine.poll() == []
+    rig.let_end()
+    assert rig.engine.wait(1, WAIT)
+    assert [entry[1] for entry in rig.log] == [0, 1]
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_close_waits_for_what_was_issued() -> None:
+    rig = IssuingRig()
+    rig.engine.submit(load(1, 1, 0))
+    assert rig.engine.wait_issued(1, timeout=WAIT)
+    assert not rig.engine.close(timeout=0.05), "copies that run were left alone"
+    rig.let_end()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def give_up(rig: IssuingRig, how: str, ahead: list[float]) -> None:
+    if how == "cancel":
+        rig.engine.cancel(1)
+    elif how == "deadline":
+        ahead[0] = 601.0
+    elif how == "row":
+        rig.at[Path.DISK2H].fail = dict.fromkeys(range(9), RowError.CORRUPT)
+
+
+@given(
+    host=st.integers(0, 2),
+    disk=st.integers(1, 3),
+    how=st.sampled_from(["nothing", "cancel", "deadline", "row"]),
+    breaks=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_an_op_that_was_issued_ends_well_whatever_happens_to_its_graph(
+    host: int, disk: int, how: str, breaks: bool
+) -> None:
+    """Only a device that fails can fail it, and nothing else fails later than the wait for it."""
+    rig, ahead = IssuingRig(), [0.0]
+    rig.engine._clock = lambda: time.monotonic() + ahead[0]
+    rig.at[Path.DISK2H].gate.clear()
+    graph = load(1, host, disk, deadline_s=600)
+    rig.engine.submit(graph)
+    from_host = {op.op_id for op in graph.ops if op.path is Path.H2D and not op.deps}
+    rig.until(lambda: all(rig.states(graph)[i] is OpState.ISSUED for i in from_host))
+    copies = rig.at[Path.H2D]
+    assert isinstance(copies, Issuer)
+    if breaks and from_host:
+        copies.queue[0].error = RuntimeError("planted: the device has failed")
+    give_up(rig, how, ahead)
+    early = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert not from_host & set(early), "an issued op cannot be given up"
+    rig.at[Path.DISK2H].gate.set()
+    assert rig.engine.wait_issued(1, timeout=WAIT)
+    early |= {r.op_id: r.failed for r in rig.engine.poll()}
+    while not rig.engine.wait(1, 0.01):
+        rig.let_end()
+    late = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert {i for i in from_host if (early | late)[i]} == ({0} if breaks and from_host else set())
+    known = {row for failed in early.values() for row in failed}
+    assert {row for i in set(late) - from_host for row in late[i]} <= known
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
