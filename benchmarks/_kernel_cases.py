@@ -19,6 +19,7 @@ from kvcore.fusion.attend import Attention, attend_rows, look_rows
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import keep_top
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.link import Way
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
 from kvcore.model.shape import BlockShape
@@ -28,7 +29,7 @@ from kvcore_kernels.deviation import launch as deviation
 from kvcore_kernels.deviation import naive as naive_deviation
 from kvcore_kernels.merge import launch as merge
 from kvcore_kernels.merge import naive as naive_merge
-from kvcore_kernels.ops import TritonOps
+from kvcore_kernels.ops import KernelOps, TritonOps
 from kvcore_kernels.pack import launch as pack
 from kvcore_kernels.pack import naive as naive_pack
 from kvcore_kernels.shift import launch as shift
@@ -139,7 +140,7 @@ class _Cases:
             ("gather", (engine, pages), (arena, slots)),
             ("scatter", (arena, slots), (engine, pages)),
         ):
-            ways = {OURS: _copy(TritonOps(), a, b), TORCH: _copy(ReferenceOps(), a, b)}
+            ways = {OURS: _copy(KernelOps(), a, b), TORCH: _copy(ReferenceOps(), a, b)}
             if order == "pieces" and blocks <= self.scale.pieces:
                 ways |= _piece_by_piece(self.scale.shape, a, b)
             yield Case(
@@ -148,35 +149,24 @@ class _Cases:
             )  # fmt: skip
 
     def over_the_link(self, blocks: int) -> Iterator[Case]:
-        """Copy pages to blocks in pinned host memory, and back: directly, or through the device."""
-        engine, pages = self._engine(blocks, "tokens")
+        """Copy pages to blocks in pinned host memory, and back, by every way over the link.
+
+        OURS is the way that is chosen. The bar is for the largest size.
+        """
         host, slots = self._arena(blocks, self.scale.shape, host=True)
-        staging, _ = self._arena(blocks, self.scale.shape)
-        gather = _copy(TritonOps(), (engine, pages), (staging, slots))
-        scatter = _copy(TritonOps(), (staging, slots), (engine, pages))
-
-        def out() -> None:
-            gather()
-            host.tensors[0].copy_(staging.tensors[0], non_blocking=True)
-
-        def back() -> None:
-            staging.tensors[0].copy_(host.tensors[0], non_blocking=True)
-            scatter()
-
         nbytes, size = blocks * self.scale.shape.nbytes, self._size(blocks)
-        a, b = (engine, pages), (host, slots)
-        yield Case(
-            "gather to the host", size, nbytes, "to host",
-            {OURS: _copy(TritonOps(), a, b), "triton and one copy": out,
-             TORCH: _copy(ReferenceOps(), a, b)},
-            0.90, host.tensors,
-        )  # fmt: skip
-        yield Case(
-            "scatter from the host", size, nbytes, "to device",
-            {OURS: _copy(TritonOps(), b, a), "triton and one copy": back,
-             TORCH: _copy(ReferenceOps(), b, a)},
-            0.90, engine.tensors,
-        )  # fmt: skip
+        for order in ("tokens", "pieces"):
+            engine, pages = self._engine(blocks, order)
+            for op, floor, a, b in (
+                (f"to the host, {order}", "to host", (engine, pages), (host, slots)),
+                (f"from the host, {order}", "to device", (host, slots), (engine, pages)),
+            ):
+                ways = {OURS: _copy(TritonOps(), a, b), TORCH: _copy(ReferenceOps(), a, b)}
+                if self.device.type != "cpu":
+                    some = [one for one in Way if order == "pieces" or one is not Way.ENGINE]
+                    ways |= {one.value: _copy(TritonOps(one), a, b) for one in some}
+                    ways["kernel, unbounded"] = _copy(KernelOps(), a, b)
+                yield Case(op, size, nbytes, floor, ways, 0.90, b[0].tensors)
 
     def shifted(self, blocks: int) -> Case:
         """Copy blocks to pages, with K rotated."""

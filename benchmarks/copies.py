@@ -4,26 +4,37 @@
 pages (a load). Pages and slots are in random order. Everything runs on one thread and in memory of
 huge pages. The bar is three quarters of libc's memcpy of as many bytes in the same run. Two ways to
 do the same in torch are measured for context.
+
+`--host-time` measures instead what the host does for a copy between a GPU and the host, until it is
+issued: on a device that does nothing, so that no GPU is needed. `python -m benchmarks.kernels`
+compares the ways over the link on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import mmap
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from matplotlib.figure import Figure
 
 from benchmarks._report import Report, Row
-from kvcore.memory.copy.base import DeviceOps, Units
+from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.link import LinkOps
+from kvcore.memory.copy.link import Way as LinkWay
 from kvcore.memory.copy.native import NativeOps
+from kvcore.memory.device import CpuDevice, Device, Stream, serve_devices
 from kvcore.memory.layout import (
     KVView,
     Plane,
@@ -226,6 +237,101 @@ def measure(case: Case, rounds: int, context: bool) -> Iterable[tuple[str, str, 
             yield name, direction, case.nbytes / found["seconds"] / 1e9, found["ratio"]
 
 
+# ---- what the host does for a copy that a GPU carries out ----
+
+
+class _Idle(Device):
+    """A device in the place of torch's "meta": it takes work and does none."""
+
+    def __init__(self, name: torch.device) -> None:
+        self.name = name
+        self._stream = CpuDevice(torch.device("cpu")).stream()
+
+    @property
+    def queues(self) -> bool:
+        return True
+
+    def enter(self) -> None:
+        pass
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def stream(self) -> Stream:
+        return self._stream
+
+    def current_stream(self) -> Stream:
+        return self._stream
+
+    def register(self, address: int, nbytes: int) -> None:
+        pass
+
+    def unregister(self, address: int) -> None:
+        pass
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def copy_batch(self, dst: Units, src: Units, sizes: Units, *, registered: bool = True) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NoKernels(DeviceOps):
+    name: ClassVar[str] = "none"
+    priority: ClassVar[int] = 0
+
+    def supports(self, src: KVView, dst: KVView) -> bool:
+        return True
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        pass
+
+
+HOST_COLUMNS = ("copy", "layers", "blocks", "way", "first ms", "later ms")
+
+
+def host_times(rounds: int) -> Iterator[Row]:
+    """Yield what a save of 16 blocks of 256 tokens costs the host, in Llama-3-8B's shape."""
+    undo = serve_devices("meta", _Idle)
+    blocks, tokens = 16, 256
+    for count, order in itertools.product((32, 1), ("tokens first", "heads first")):
+        shape = BlockShape(count, 8, 128, tokens, "bfloat16")
+        size = (blocks, tokens, 8, 256) if order == "tokens first" else (blocks, 8, tokens, 256)
+        tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for _ in range(count)]
+        if order == "tokens first":
+            tensors = [tensor.transpose(1, 2) for tensor in tensors]
+        engine = KVView(from_strides(tensors, shape), tensors)
+        memory = torch.empty(blocks * shape.nbytes // 2, dtype=torch.bfloat16)
+        arena = KVView(arena_layout(shape, blocks), [memory])
+        units = np.random.default_rng(0).permutation(blocks)
+        for way in (LinkWay.STAGED, None):
+            ops = LinkOps(_NoKernels(), _NoKernels(), way)
+            copy = partial(ops.copy_blocks, engine, units, arena, units)
+            first = timed(copy)
+            later = min(timed(copy) for _ in range(rounds))  # without what else the machine does
+            yield {
+                "copy": f"pages of {order}", "layers": count, "blocks": blocks,
+                "way": "chosen" if way is None else way.value,
+                "first ms": first * 1e3, "later ms": later * 1e3,
+            }  # fmt: skip
+    undo()
+
+
 def draw(figure: Figure, rows: Sequence[Row]) -> None:
     """Plot every native copy as a bar, and the share of memcpy that it has to reach."""
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -239,12 +345,30 @@ def draw(figure: Figure, rows: Sequence[Row]) -> None:
     axes[0].invert_yaxis()
 
 
+def draw_host(figure: Figure, rows: Sequence[Row]) -> None:
+    """Plot the milliseconds of a copy after the first."""
+    ax = figure.subplots()
+    names = [f"{row['copy']}, {row['layers']} layers, {row['way']}" for row in rows]
+    ax.barh(names, [row["later ms"] for row in rows])
+    ax.invert_yaxis()
+    ax.set_xlabel("ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.copies")
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each native copy")
     parser.add_argument("--no-context", action="store_true", help="do not measure torch's ways")
     parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument(
+        "--host-time", action="store_true", help="what the host does for copies of a GPU"
+    )
     options = parser.parse_args()
+    if options.host_time:
+        report = Report("copies_host", HOST_COLUMNS, "no device", {"rounds": 50 * options.rounds})
+        for row in host_times(50 * options.rounds):
+            report.add(**row)
+        report.finish(options.out, draw_host)
+        return
     torch.set_num_threads(1)
     report = Report("copies", COLUMNS, "libc memcpy on one thread", {"rounds": options.rounds})
     for model in MODELS:

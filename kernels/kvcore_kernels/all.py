@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.choose.kernel import choose_kernel
-from kvcore_kernels.copy.kernel import copy_kernel
+from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.deviation.kernel import deviation_kernel
 from kvcore_kernels.merge.kernel import merge_kernel
 from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
@@ -15,6 +15,7 @@ __all__ = ["KERNELS"]
 
 KERNELS = (
     attend_kernel,
+    bounded_copy_kernel,
     choose_kernel,
     copy_kernel,
     deviation_kernel,

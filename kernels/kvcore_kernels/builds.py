@@ -13,7 +13,7 @@ from kvcore_kernels.attend.launch import constants
 from kvcore_kernels.choose import launch as choices
 from kvcore_kernels.choose.kernel import choose_kernel
 from kvcore_kernels.copy import launch as copies
-from kvcore_kernels.copy.kernel import copy_kernel
+from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.deviation import launch as deviations
 from kvcore_kernels.deviation.kernel import deviation_kernel
 from kvcore_kernels.merge.kernel import merge_kernel
@@ -97,9 +97,10 @@ def _copies() -> Iterator[Build]:
         "byte": copies.tile_for(Words(1, 1), contiguous=False, cut=True, rows=128, dim=128),
     }
     for name, tile in words.items():
-        yield _build(
-            f"copy {name}", copy_kernel, _tables(*_COPY), tile.constants(), unaligned=_COPY
-        )
+        for way, kernel in (("copy", copy_kernel), ("bounded copy", bounded_copy_kernel)):
+            yield _build(
+                f"{way} {name}", kernel, _tables(*_COPY), tile.constants(), unaligned=_COPY
+            )
 
 
 _SHIFT = ("sources", "targets", "ropes", "src_units", "dst_units", "turns")

@@ -63,7 +63,10 @@ class PlaneTable(NamedTuple):
 
 
 def plane_table(view: KVView, layers: Sequence[int], first_head: int) -> PlaneTable:
-    """Return planes of ``layers``, K before V, starting at ``first_head``. Reads no memory."""
+    """Return planes of ``layers``, K before V, starting at ``first_head``. Reads no memory.
+
+    The rows are shared: they cannot be written to.
+    """
     table = plane_rows(view, layers, first_head)
     cut = bool((table[:, [_TOKEN_INNER, _DIM_INNER]] != 1).any())
     return PlaneTable(table, cut)

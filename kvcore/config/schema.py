@@ -104,8 +104,9 @@ class OpsConfig(SchemaModel):
     backend: Name = Field(
         default="auto",
         description="Implementation of the copies, and of the device operations of a blend "
-        'outside the model: "auto" (the fastest that supports the memory), "native" (C; blends '
-        'use torch), "reference" (torch), or the name of a plugin\'s, such as "triton".',
+        'outside the model: "auto" (the fastest that supports the memory), "native" (C, in '
+        'host memory), "link" (the copy engines of a GPU), "reference" (torch), or the name of a '
+        'plugin\'s, such as "triton". All but Triton blend with torch.',
     )
 
 

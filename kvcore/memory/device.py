@@ -14,26 +14,33 @@ On a CPU work has ended when its call returns, so streams and events have nothin
 from __future__ import annotations
 
 import ctypes
+import logging
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_size_t, c_uint, c_void_p
+from ctypes import c_int, c_size_t, c_uint, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcore.errors import UnsupportedError
+from kvcore.errors import TransferError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from kvcore.memory.cuda_batch import Addresses
+
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Stream", "device_of", "serve_devices"]
 
 
+_log = logging.getLogger("kvcore.memory.device")
+
 _RUNTIME = re.compile(r"/lib(cudart|amdhip64)[^/]*\.so[^/]*$")
+_BY_ADDRESS = 4
+"""cudaMemcpyDefault: the runtime finds out from the addresses which way to copy."""
 
 
 class Event(ABC):
@@ -66,6 +73,12 @@ class Stream(ABC):
     @abstractmethod
     def issuing(self) -> AbstractContextManager[object]:
         """Return a context in which this thread issues its work to this stream."""
+
+    def hold(self, tensor: torch.Tensor) -> None:  # noqa: B027 - most memory needs no holding
+        """Keep the tensor's memory from being reused before the work issued so far has ended.
+
+        Memory that was allocated for another stream needs it.
+        """
 
 
 class Device(ABC):
@@ -119,6 +132,27 @@ class Device(ABC):
     @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copy an array to the device, on the current stream. The host does not wait."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return new memory of the device as flat bytes.
+
+        Raises torch.OutOfMemoryError if there is none.
+        """
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.name)
+
+    @abstractmethod
+    def copy_batch(
+        self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
+    ) -> None:
+        """Copy ``sizes[i]`` bytes from address ``src[i]`` to ``dst[i]``, on the current stream.
+
+        Addresses are those of host or device memory. The copies may run in any order and at once,
+        all of them after the stream's earlier work. ``registered`` says that this device has
+        registered all of the host memory (`register`). The host waits only if it has not. Raises
+        TransferError if the device refuses a copy.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -190,6 +224,12 @@ class CpuDevice(Device):
 
         return torch.from_numpy(array)
 
+    def copy_batch(
+        self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
+    ) -> None:
+        for target, source, nbytes in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            ctypes.memmove(target, source, nbytes)
+
     def synchronize(self) -> None:
         pass
 
@@ -232,6 +272,9 @@ class _CudaStream(Stream):
 
         context: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return context
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
 
 
 class CudaDevice(Device):
@@ -296,6 +339,28 @@ class CudaDevice(Device):
 
         return torch.from_numpy(array).pin_memory().to(self.name, non_blocking=True)
 
+    def copy_batch(
+        self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
+    ) -> None:
+        import torch
+
+        with self.current():
+            runtime = _runtime()
+            # The driver's call needs a current context, which a new thread may not have yet.
+            runtime.SetDevice(c_int(self.name.index))
+            stream = int(torch.cuda.current_stream(self.name).cuda_stream)
+            batch = None
+            if registered and stream and not self._hip:
+                from kvcore.memory.cuda_batch import batch_copy
+
+                batch = batch_copy()
+            if batch is not None:
+                code = batch(dst, src, sizes, stream)
+                if not code:
+                    return
+                _log.debug("the driver refuses a batch of %d copies: error %d", len(sizes), code)
+            runtime.copy_each(dst, src, sizes, stream)
+
     def synchronize(self) -> None:
         import torch
 
@@ -319,6 +384,17 @@ class _Runtime:
         self.HostRegister = getattr(library, f"{prefix}HostRegister")
         self.HostUnregister = getattr(library, f"{prefix}HostUnregister")
         self.GetLastError = getattr(library, f"{prefix}GetLastError")
+        self.SetDevice = getattr(library, f"{prefix}SetDevice")
+        self.MemcpyAsync = getattr(library, f"{prefix}MemcpyAsync")
+
+    def copy_each(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: int) -> None:
+        """Enqueue one copy after the other. Raises TransferError."""
+        on, kind = c_void_p(stream), c_int(_BY_ADDRESS)
+        for target, source, nbytes in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+            code = self.MemcpyAsync(c_void_p(target), c_void_p(source), c_size_t(nbytes), kind, on)
+            if code:
+                self.GetLastError()
+                raise TransferError(f"the driver refuses a copy of {nbytes} bytes: error {code}")
 
 
 @cache

@@ -61,6 +61,7 @@ class DeviceRegion:
         skip = -whole.data_ptr() % PAGE
         self.tensor = whole[skip : skip + nbytes]
         self.memory = Memory(self.tensor.data_ptr(), nbytes, "VRAM", whole.device.index)
+        ops.sums(self.tensor, [0], shape.nbytes)  # compiled now, not at the first read
 
     def view(self) -> KVView:
         """Return the slots as canonical blocks, for copies."""

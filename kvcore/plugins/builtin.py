@@ -44,6 +44,7 @@ def kvcore_tiers() -> list[TierPlugin]:
 @hookimpl
 def kvcore_ops() -> list[OpsPlugin]:
     return [
+        OpsPlugin("link", _made_by("kvcore.memory.copy.link:LinkOps")),
         OpsPlugin("native", _made_by("kvcore.memory.copy.native:NativeOps")),
         OpsPlugin("reference", _made_by("kvcore.memory.copy.reference:ReferenceOps")),
     ]

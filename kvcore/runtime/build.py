@@ -15,6 +15,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, NamedTuple
 
 from kvcore.cluster import Directory, register
@@ -29,7 +30,7 @@ from kvcore.fusion.segments import SegmentBook, Segments
 from kvcore.index import BlockIndex, Event, TierSpec
 from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOptions, Transport
 from kvcore.memory.arena import HostArena, slot_bytes
-from kvcore.memory.copy import select_ops
+from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.model.keys import pack_tokens
@@ -397,6 +398,11 @@ def build_worker(
     except BaseException:
         arena.close()
         raise
+    try:
+        _prepare(ops, worker, arena_view, config.block.tokens)
+    except BaseException:
+        worker.close()
+        raise
     _log.info(
         "kvcore works: rank=%d host_bytes=%d huge_pages=%s pinned=%s copies=%s",
         rank,
@@ -408,6 +414,27 @@ def build_worker(
     return WorkerParts(
         worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
     )
+
+
+def _prepare(ops: DeviceOps, worker: KVWorker, arena: KVView, block_tokens: int) -> None:
+    """Compile and allocate what copies of the engine's pages will need, before it captures graphs.
+
+    Raises UnsupportedError if the device has no room for it.
+    """
+    import torch
+
+    first = worker.first_layer
+    for group in worker.groups:
+        if not group.layers:
+            continue
+        blocks = arena.select_layers([layer - first for layer in group.layers])
+        unit = gcd(group.view.layout.page_tokens, block_tokens)
+        try:
+            ops.prepare(group.view, blocks, unit)
+        except torch.OutOfMemoryError as error:
+            raise UnsupportedError(
+                f"the device has no room for kvcore's copies ({error}): give the engine less memory"
+            ) from error
 
 
 def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list[DeviceGroup]:

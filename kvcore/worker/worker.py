@@ -89,6 +89,7 @@ class KVWorker:
         self.arena = arena
         self._block = arena.shape
         first_layer, self.device = pages.first_layer, device_of(pages.device)
+        self.first_layer = first_layer
         self._layers = range(first_layer, first_layer + arena.shape.layers)
         self.tiers: dict[str, Tier] = {}
         self.ops = ops

@@ -18,7 +18,8 @@ import pytest
 WHOLE = ["sm_90", "gfx942"]
 PART = ["sm_80", "sm_100"]
 SAMPLE = [
-    "copy wide", "shift bf16 128 n", "attend bf16 128", "attend bf16 256 window", "choose 4096",
+    "copy wide", "bounded copy wide", "shift bf16 128 n", "attend bf16 128",
+    "attend bf16 256 window", "choose 4096",
     "deviation bf16 576", "merge wide", "pack e4m3 256", "unpack e4m3 256",
     "sums",
 ]  # fmt: skip
@@ -66,7 +67,8 @@ def test_aligned_memory_is_moved_16_bytes_at_a_time(table: dict[str, Any]) -> No
 def test_every_kernel_is_built(table: dict[str, Any]) -> None:
     built = {row["kernel"].split()[0] for row in table["rows"]}
     assert built == {
-        "attend", "choose", "copy", "deviation", "merge", "pack", "shift", "sums", "unpack",
+        "attend", "bounded", "choose", "copy", "deviation", "merge", "pack", "shift", "sums",
+        "unpack",
     }  # fmt: skip
 
 

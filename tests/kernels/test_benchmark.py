@@ -35,7 +35,7 @@ def test_the_dry_run_goes_through_every_op(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "kernels.json").read_text())
     ops = {row["op"].split(",")[0] for row in report["rows"] if row["way"] == "triton"}
     assert ops == {
-        "gather", "scatter", "gather to the host", "scatter from the host", "shift", "pack e4m3",
+        "gather", "scatter", "to the host", "from the host", "shift", "pack e4m3",
         "unpack e4m3", "pack int8", "unpack int8", "merge", "deviation", "choose", "attend",
     }  # fmt: skip
     looks = {row["way"] for row in report["rows"] if row["op"] == "look"}

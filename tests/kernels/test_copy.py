@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.copy.link import Way
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView, arena_layout, unit_tokens
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.copy import launch, naive
-from kvcore_kernels.ops import TritonOps
+from kvcore_kernels.ops import KernelOps, TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen
 from kvcore_kernels.testing import (
     ENGINES,
@@ -28,14 +29,15 @@ from kvcore_kernels.testing import (
     twin,
     vllm_view,
 )
+from support.links import FakeGpu, on_gpu, served
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
 
-def check(src: KVView, dst: KVView, *args: object) -> None:
+def check(src: KVView, dst: KVView, *args: object, ours: DeviceOps | None = None) -> None:
     """Both ops from the same start: the same bytes after, in both memories."""
     results = []
-    for ops in (TritonOps(), ReferenceOps()):
+    for ops in (ours or KernelOps(), ReferenceOps()):
         pair = twin(src), twin(dst)
         units, targets, *rest = args
         ops.copy_blocks(pair[0], units, pair[1], targets, *rest)  # type: ignore[arg-type]
@@ -68,10 +70,70 @@ def test_between_any_engine_and_canonical_blocks(data: st.DataObject) -> None:
     layers = sorted(data.draw(st.sets(st.integers(0, shape.layers - 1))))
     first = data.draw(st.integers(0, shape.kv_heads - 1))
     heads = HeadRange(first, 0, data.draw(st.integers(0, shape.kv_heads - first)))
+    ours = KernelOps(data.draw(st.sampled_from([None, 1, 3, 12])))
     if data.draw(st.booleans()):
-        check(view, arena, a, b, layers, unit, heads)
+        check(view, arena, a, b, layers, unit, heads, ours=ours)
     else:
-        check(arena, view, b, a, layers, unit, heads)
+        check(arena, view, b, a, layers, unit, heads, ours=ours)
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_over_the_link_by_every_way(data: st.DataObject) -> None:
+    """Where the kernels run on a GPU that this CPU plays, and the rest goes by address."""
+    page, block = data.draw(st.sampled_from([(16, 32), (32, 16), (8, 8)]))
+    shape = BlockShape(2, 2, data.draw(st.sampled_from([64, 80])), block, "bfloat16")
+    view = ENGINES[data.draw(st.sampled_from(sorted(ENGINES)))](shape, 4, page)
+    arena = arena_view(shape, 3, data.draw(st.sampled_from(["blockwise", "layerwise"])))
+    unit = min(page, block)
+    count = 3 * min(page, block) // unit
+    a = np.array(data.draw(st.permutations(range(4 * page // unit)))[:count])
+    b = np.array(data.draw(st.permutations(range(3 * block // unit)))[:count])
+    a[data.draw(st.lists(st.booleans(), min_size=count, max_size=count))] = -1
+    layers = data.draw(st.sampled_from([[0, 1], [1]]))
+    heads = data.draw(st.sampled_from([HeadRange(0, 0, 2), HeadRange(1, 0, 1)]))
+    way, to_host = data.draw(st.sampled_from([*Way, None])), data.draw(st.booleans())
+    results = []
+    for ops in (TritonOps(way), ReferenceOps()):
+        ours, theirs = twin(view), twin(arena)
+        here = on_gpu(ours) if ops.name == "triton" else ours
+        ends = [(here, a), (theirs, b)] if to_host else [(theirs, b), (here, a)]
+        with served(FakeGpu()):
+            ops.copy_blocks(*ends[0], *ends[1], layers, unit, heads)
+        results.append((ours, theirs))
+    for mine, naives in zip(*results, strict=True):
+        assert_same(mine, naives)
+
+
+def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
+    shape = BlockShape(2, 2, 64, 16, "bfloat16")
+    view, arena = on_gpu(slot_view(shape, 4, 16)), on_gpu(arena_view(shape, 4))
+    ops = KernelOps()
+    with served(FakeGpu()) as gpu:
+        sizes = []
+        for name in ("first", "second"):
+            with gpu.new_stream(name).issuing():
+                before = len(gpu.log)
+                ops.copy_blocks(view, np.array([2, 1]), arena, np.array([0, 3]))
+                mine = gpu.log[before:]
+            sizes.append([what for kind, _, what in mine if kind == "upload"])
+        assert sizes[0][-1] == sizes[1][0] == 2 * 2 * 8, "two units, of two sides"
+        assert len(sizes[1]) == 1, "the tables were sent again"
+        (sent,) = [what for kind, name, what in gpu.log if (kind, name) == ("record", "first")]
+        assert ("follow", "second", sent) in gpu.log
+        assert ("hold", "second") in [entry[:2] for entry in gpu.log]
+
+
+def test_what_is_prepared_copies_nothing() -> None:
+    shape = BlockShape(2, 2, 64, 16, "bfloat16")
+    view, arena = slot_view(shape, 4, 16), arena_view(shape, 4)
+    before = twin(view), twin(arena)
+    with served(FakeGpu()) as gpu:
+        TritonOps().prepare(on_gpu(view), arena, 16)
+        assert len(gpu.allocated) == 2
+        TritonOps().prepare(on_gpu(view), on_gpu(arena), 16)
+    assert_same(view, before[0])
+    assert_same(arena, before[1])
 
 
 @pytest.mark.parametrize("count", [1, 63, 500])
@@ -136,5 +198,6 @@ def test_packed_memory_is_moved_by_the_element() -> None:
 
 def test_host_memory_alone_is_left_to_others() -> None:
     view = arena_view(BlockShape(1, 1, 64, 8, "bfloat16"), 1)
-    ops: DeviceOps = TritonOps()
-    assert not ops.supports(view, view)
+    ops: DeviceOps
+    for ops in (TritonOps(), KernelOps()):
+        assert not ops.supports(view, view)

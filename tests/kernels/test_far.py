@@ -7,6 +7,8 @@ aligned, a copy would count in words of 8 bytes, of which there are not as many.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +16,20 @@ import torch
 from torch import Tensor
 
 from kvcore.fusion.rope import Pairing, Rope
+from kvcore.memory.checksums import FIRST, KEY, SECOND
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.attend.launch import attend_rows
+from kvcore_kernels.copy.kernel import bounded_copy_kernel
+from kvcore_kernels.copy.launch import tile_for
 from kvcore_kernels.deviation.launch import deviations
 from kvcore_kernels.merge.launch import merge_rows
-from kvcore_kernels.ops import TritonOps
+from kvcore_kernels.ops import KernelOps
 from kvcore_kernels.pack.launch import pack_blocks, unpack_blocks
+from kvcore_kernels.planes import Words, plane_table
 from kvcore_kernels.shift.launch import copy_shifted
+from kvcore_kernels.sums.kernel import sum_kernel
 from kvcore_kernels.testing import arena_view, normal
 
 TOKENS, DIM = 16, 64
@@ -51,14 +58,17 @@ def rows(count: int) -> Tensor:
     return torch.randn(count, 1, DIM, generator=generator).bfloat16()
 
 
-def gather(view: KVView) -> Tensor:
+def gather(view: KVView, programs: int | None = None) -> Tensor:
     arena = arena_view(SHAPE, 1)
-    TritonOps().copy_blocks(view, PAGES, arena, SLOT)
+    KernelOps(programs).copy_blocks(view, PAGES, arena, SLOT)
     return arena.tensors[0]
 
 
-def scatter(view: KVView) -> None:
-    TritonOps().copy_blocks(normal(arena_view(SHAPE, 1)), SLOT, view, PAGES)
+def scatter(view: KVView, programs: int | None = None) -> None:
+    KernelOps(programs).copy_blocks(normal(arena_view(SHAPE, 1)), SLOT, view, PAGES)
+
+
+gather_few, scatter_few = partial(gather, programs=2), partial(scatter, programs=2)
 
 
 def attend(view: KVView) -> Tensor:
@@ -98,7 +108,10 @@ def unpack(view: KVView) -> None:
     unpack_blocks(arena, SLOT, scales, view, PAGES[:, None], *WHOLE)
 
 
-@pytest.mark.parametrize("do", [gather, scatter, attend, deviation, merge, shift, pack, unpack])
+@pytest.mark.parametrize(
+    "do",
+    [gather, gather_few, scatter, scatter_few, attend, deviation, merge, shift, pack, unpack],
+)
 def test_far_is_as_near(do: Callable[[KVView], Tensor | None]) -> None:
     (near, here), (far, there) = pages(NEAR), pages(FAR)
     untouched = here.clone()
@@ -111,3 +124,130 @@ def test_far_is_as_near(do: Callable[[KVView], Tensor | None]) -> None:
         assert got is not None
         assert torch.equal(given, got)
         assert given.any()
+
+
+# ---- every stride and number that the copies, sums and packs take ----
+
+
+FAR_AXES = ("page", "head", "token", "token in a run", "dim")
+
+
+def strided(axis: str, far: int) -> KVView:
+    """Return two of everything, K alone; the second along ``axis`` is ``far`` elements away."""
+    apart = {name: 2 ** (4 - place) for place, name in enumerate(FAR_AXES)} | {axis: far}
+    memory = torch.empty(1 + sum(apart.values()) + 1, dtype=torch.bfloat16)[1:]
+    if axis == "token in a run":
+        token = Axis(apart["token"], 2, apart[axis])
+        plane = Plane(0, 0, apart["page"], apart["head"], token, Axis(apart["dim"]), 2)
+        return KVView(KVLayout("bfloat16", 2, 4, 2, ((plane,),)), [memory])
+    plane = Plane(0, 0, apart["page"], apart["head"], Axis(apart["token"]), Axis(apart["dim"]), 2)
+    return KVView(KVLayout("bfloat16", 2, 2, 2, ((plane,),)), [memory])
+
+
+def dense(view: KVView) -> KVView:
+    shape = BlockShape(1, 2, 2, view.layout.page_tokens, "bfloat16", kv_factor=1)
+    return normal(arena_view(shape, 2))
+
+
+@pytest.mark.parametrize("programs", [None, 2])
+@pytest.mark.parametrize("axis", FAR_AXES)
+def test_far_along_every_axis(axis: str, programs: int | None) -> None:
+    """There and back: what was written far away is what is read there."""
+    far = strided(axis, FAR)
+    first, second = dense(far), dense(far)
+    second.tensors[0].zero_()
+    ops, both = KernelOps(programs), np.arange(2)
+    ops.copy_blocks(first, both, far, both)
+    for layer, page, head, token, dim in np.ndindex(1, 2, 2, far.layout.page_tokens, 2):
+        there = far.layout.offset(layer, 0, page, head, token, dim)
+        here = first.layout.offset(layer, 0, page, head, token, dim)
+        assert far.tensors[0][there] == first.tensors[0][here]
+    ops.copy_blocks(far, both, second, both)
+    assert torch.equal(first.tensors[0], second.tensors[0])
+
+
+@pytest.mark.parametrize("axis", ["page", "head", "token", "dim"])
+def test_packs_far_along_every_axis(axis: str) -> None:
+    far = strided(axis, FAR)
+    near = dense(far)
+    both = np.arange(2)
+    KernelOps().copy_blocks(near, both, far, both)
+    results = []
+    for view in (near, far):
+        shape = BlockShape(1, 2, 2, 2, "float8_e4m3fn", kv_factor=1)
+        arena, scales = arena_view(shape, 2), torch.zeros(2, 1, 1, 2)
+        pack_blocks(view, both[:, None], arena, both, scales, [0], HeadRange(0, 0, 2))
+        unpack_blocks(arena, both, scales, view, both[:, None], [0], HeadRange(0, 0, 2))
+        out = dense(far)
+        KernelOps().copy_blocks(view, both, out, both)
+        results.append((arena.tensors[0].float(), scales, out.tensors[0]))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("programs", [None, 2])
+def test_units_beyond_32_bits(programs: int | None) -> None:
+    """There and back, with pages that overlap, so that their memory is small enough."""
+    pages, far_page = (1 << 31) + 8, (1 << 31) + 4
+    plane = Plane(0, 0, 1, 24, Axis(2), Axis(1), 2)
+    memory = torch.empty(pages + 48, dtype=torch.bfloat16)
+    crowd = KVView(KVLayout("bfloat16", pages, 10, 2, ((plane,),)), [memory])
+    far = np.array([4, 5 * far_page + 1, 5 * far_page + 3, 0])
+    shape = BlockShape(1, 2, 2, 8, "bfloat16", kv_factor=1)
+    first, second = normal(arena_view(shape, 1)), arena_view(shape, 1)
+    ops, order = KernelOps(programs), np.array([1, 2, 3, 0])
+    ops.copy_blocks(first, order, crowd, far, unit_tokens=2)
+    for unit, block_unit in zip(far.tolist(), order.tolist(), strict=True):
+        for head, token, dim in np.ndindex(2, 2, 2):
+            there = crowd.layout.offset(0, 0, unit // 5, head, unit % 5 * 2 + token, dim)
+            here = first.layout.offset(0, 0, 0, head, block_unit * 2 + token, dim)
+            assert memory[there] == first.tensors[0][here]
+    ops.copy_blocks(crowd, far, second, order, unit_tokens=2)
+    assert torch.equal(first.tensors[0], second.tensors[0])
+
+
+def at_program(monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], of: int) -> None:
+    """Let the interpreter run program ``number`` of ``of`` in the place of the first."""
+    from triton.language import int32
+    from triton.runtime import interpreter
+
+    def handle(value: int) -> Any:
+        return interpreter.TensorHandle(np.array([value], np.int32), int32)
+
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_get_program_id", lambda self, axis: handle(number[axis]))
+    monkeypatch.setattr(builder, "create_get_num_programs", lambda self, axis: handle(of))
+
+
+def test_the_sum_of_a_block_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part after 2^31 words, by the formula; the words before are never read."""
+    steps, block = 2, 64
+    part = (1 << 31) // (steps * block)
+    words = np.random.default_rng(0).integers(0, 1 << 63, 100)
+    there = torch.from_numpy(words)
+    out = torch.zeros(1, dtype=torch.int64)
+    at_program(monkeypatch, (part, 1), -part)  # so that the result goes to the first place
+    offsets = torch.tensor([0, -(1 << 31)])  # so that word 2^31 is the first of `there`
+    sum_kernel[(1,)](
+        there, offsets, out, (1 << 31) + 100, -1,
+        KEY=KEY, FIRST=FIRST, SECOND=SECOND, BLOCK=block, STEPS=steps,
+    )  # fmt: skip
+    wanted = 0
+    for place, word in enumerate(words.tolist(), (1 << 31) + 1):
+        x = (word ^ (place * KEY)) * FIRST % 2**64
+        x = (x ^ (x >> 32)) * SECOND % 2**64
+        wanted += x ^ (x >> 29)
+    assert int(out) % 2**64 == wanted % 2**64
+
+
+def test_tiles_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn 2 of a program is tile 2^31 + 5: unit 2 of plane 5 if there are 2^30 planes."""
+    shape = BlockShape(6, 1, 2, 4, "bfloat16", kv_factor=1)
+    src, dst = normal(arena_view(shape, 1)), arena_view(shape, 1)
+    before = dst.tensors[0].clone()
+    tables = [torch.from_numpy(plane_table(v, range(6), 0).rows.copy()) for v in (src, dst)]
+    tile = tile_for(Words(2, 2), contiguous=True, cut=False, rows=4, dim=2)
+    units = torch.tensor([-1, -1, 0])
+    at_program(monkeypatch, (10, 0), (1 << 31) - 5)
+    bounded_copy_kernel[(1,)](*tables, units, units, 3, 1 << 30, 1, 4, 1, 1, **tile.constants())
+    assert torch.equal(dst.tensors[0][40:48], src.tensors[0][40:48])
+    assert torch.equal(dst.tensors[0][:40], before[:40])

@@ -45,7 +45,7 @@ def view(*memory: Memory) -> KVView:
 
 def test_the_plugin_offers_the_operations() -> None:
     manager = PluginManager(entry_points=[ENTRY], strict=True)
-    assert [f.name for f in manager.found("ops")] == ["native", "reference", "triton"]
+    assert [f.name for f in manager.found("ops")] == ["link", "native", "reference", "triton"]
 
 
 def test_the_plugin_is_light() -> None:
@@ -79,13 +79,13 @@ def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         ([GPU], [GPU], True),
         ([GPU], [PINNED], True),
         ([PINNED], [GPU, GPU], True),
-        ([GPU], [PAGEABLE], False),
+        ([GPU], [PAGEABLE], True),
         ([GPU], [GPU, PAGEABLE], False),
         ([PINNED], [PINNED], False),
         ([GPU], [OTHER_GPU], False),
     ],
 )
-def test_it_serves_one_gpu_and_pinned_memory(
+def test_it_serves_one_gpu_and_all_host_memory(
     src: list[Memory], dst: list[Memory], fits: bool
 ) -> None:
     views = view(*src), view(*dst)

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from kvcore.errors import UnsupportedError
 from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.cache import ViewCache
+from kvcore.memory.device import Device, Event, device_of
 from kvcore.memory.layout import KVView
-from kvcore_kernels.copy.kernel import copy_kernel
+from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.lang import word_type
 from kvcore_kernels.planes import (
     FIELDS,
     HEAD_DIM,
+    PlaneTable,
     Words,
     guard,
     is_contiguous,
@@ -22,7 +29,7 @@ from kvcore_kernels.planes import (
     widen,
 )
 
-__all__ = ["CopyTile", "copy_units", "tile_for"]
+__all__ = ["CopyTile", "copy_units", "prepare", "tile_for"]
 
 _TILE_BYTES = 16 << 10
 """Bytes that a program copies: 128 threads with eight 16-byte loads each in flight.
@@ -31,6 +38,9 @@ Untuned: derived from the latency of Hopper and CDNA3, because no GPU was at han
 _WARPS = 4
 _STRIDED, _PACKED = 4096, 2048
 """Words of a program's tile if each has its own address; more of them would spill registers."""
+_MOST_TILES = 65535
+"""Tiles of a unit, which are the third axis of a launch. A tile has at most 2^14 rows, so rows of a
+unit are numbered below 2^30."""
 
 
 class CopyTile(NamedTuple):
@@ -55,6 +65,20 @@ class CopyTile(NamedTuple):
         }
 
 
+class _Plan(NamedTuple):
+    """What a copy between two views needs, whichever units it copies.
+
+    ``sources`` and ``targets`` are on the device once ``sent`` has passed.
+    """
+
+    device: Device
+    sources: torch.Tensor
+    targets: torch.Tensor
+    planes: int
+    tile: CopyTile
+    sent: Event
+
+
 def copy_units(
     src: KVView,
     src_units: Units,
@@ -63,41 +87,103 @@ def copy_units(
     layers: Sequence[int],
     unit_tokens: int,
     heads: HeadRange,
+    programs: int | None = None,
 ) -> None:
     """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, all layers in one launch.
 
     The arguments are those of `kvcore.memory.copy.base.DeviceOps.copy`, checked by its
-    `copy_blocks`. Memory is a GPU's, or pinned host memory, which the kernel accesses over the
-    link. Only the chosen units of ``dst`` are written. The work is enqueued on the GPU's current
-    stream; the host does not wait. If a unit occurs twice in ``dst_units``, the order of the writes
-    is undefined. Thread-safe.
+    `copy_blocks`. ``programs`` bounds the programs of the launch; without it every tile has one.
+    Memory is a GPU's, or registered host memory, which the kernel accesses over the link. Only the
+    chosen units of ``dst`` are written. The work is enqueued on the GPU's current stream; the host
+    does not wait. If a unit occurs twice in ``dst_units``, the order of the writes is undefined.
+    Thread-safe. Raises UnsupportedError if a unit has too many rows for a launch.
     """
     if not (len(src_units) and len(layers) and heads.size):
         return
-    itemsize = src.layout.itemsize
-    planes = [plane_table(src, layers, heads.src), plane_table(dst, layers, heads.dst)]
-    (source, target), words = widen(planes, itemsize)
-    rows = heads.size * unit_tokens
-    tile = tile_for(
-        words,
-        contiguous=is_contiguous((source, target)),
-        cut=source.cut or target.cut,
-        rows=rows,
-        dim=int(source.rows[:, HEAD_DIM].max()),
-    )
     device = kernel_device((src, dst))
     with guard(device):
-        arrays = to_device((source.rows, target.rows, src_units, dst_units), device)
-        grid = (len(src_units), len(source.rows), -(-rows // tile.rows))
-        copy_kernel[grid](
-            *arrays,
-            heads.size,
-            unit_tokens,
-            src.layout.page_tokens // unit_tokens,
-            dst.layout.page_tokens // unit_tokens,
-            **tile.constants(),
-            num_warps=_WARPS,
+        plan = _plan(src, dst, layers, unit_tokens, heads, device)
+        units = to_device((src_units, dst_units), device)
+        stream = plan.device.current_stream()
+        if not plan.sent.passed():
+            stream.follow(plan.sent)
+        pages = [view.layout.page_tokens // unit_tokens for view in (src, dst)]
+        sizes = heads.size, unit_tokens, *pages
+        constants, tiles = plan.tile.constants(), _tiles(plan.tile, unit_tokens, heads)
+        if programs is None:
+            copy_kernel[(len(src_units), plan.planes, tiles)](
+                plan.sources, plan.targets, *units, *sizes, **constants, num_warps=_WARPS
+            )
+        else:
+            count = len(src_units) * plan.planes * tiles
+            bounded_copy_kernel[(min(programs, count),)](
+                plan.sources, plan.targets, *units, len(src_units), plan.planes, *sizes,
+                **constants, num_warps=_WARPS,
+            )  # fmt: skip
+        stream.hold(plan.sources)
+
+
+def prepare(src: KVView, dst: KVView, unit_tokens: int, programs: int | None = None) -> None:
+    """Compile every copy from one view to another: of all layers, and of each on its own.
+
+    Copies no unit. Blocks for seconds if there is something to compile.
+    """
+    none = np.full(1, -1, dtype=np.int64)
+    count = min(src.layout.layers, dst.layout.layers)
+    heads = HeadRange(0, 0, min(src.layout.kv_heads, dst.layout.kv_heads))
+    seen = set()
+    for layers in (range(count), *((layer,) for layer in range(count))):
+        _, tile = _tables(src, dst, layers, unit_tokens, heads)
+        if tile not in seen:
+            seen.add(tile)
+            copy_units(src, none, dst, none, layers, unit_tokens, heads, programs)
+
+
+_plans = ViewCache()
+
+
+def _plan(
+    src: KVView,
+    dst: KVView,
+    layers: Sequence[int],
+    unit_tokens: int,
+    heads: HeadRange,
+    device: torch.device,
+) -> _Plan:
+    """Return the plan of a copy, made once for these views. Its tables are sent to ``device``."""
+
+    def make() -> _Plan:
+        (source, target), tile = _tables(src, dst, layers, unit_tokens, heads)
+        here = device_of(device)
+        sources, targets = to_device((source.rows, target.rows), device)
+        sent = here.current_stream().record()
+        return _Plan(here, sources, targets, len(source.rows), tile, sent)
+
+    return _plans.get((src, dst), (tuple(layers), unit_tokens, heads), make)
+
+
+def _tables(
+    src: KVView, dst: KVView, layers: Sequence[int], unit_tokens: int, heads: HeadRange
+) -> tuple[list[PlaneTable], CopyTile]:
+    planes = [plane_table(src, layers, heads.src), plane_table(dst, layers, heads.dst)]
+    planes, words = widen(planes, src.layout.itemsize)
+    tile = tile_for(
+        words,
+        contiguous=is_contiguous(planes),
+        cut=any(table.cut for table in planes),
+        rows=heads.size * unit_tokens,
+        dim=int(planes[0].rows[:, HEAD_DIM].max()),
+    )
+    if _tiles(tile, unit_tokens, heads) > _MOST_TILES:
+        raise UnsupportedError(
+            f"units of {unit_tokens} tokens and {heads.size} heads: a launch serves "
+            f"{_MOST_TILES * tile.rows} rows a unit; copy smaller units"
         )
+    return planes, tile
+
+
+def _tiles(tile: CopyTile, unit_tokens: int, heads: HeadRange) -> int:
+    return -(-heads.size * unit_tokens // tile.rows)
 
 
 def tile_for(words: Words, *, contiguous: bool, cut: bool, rows: int, dim: int) -> CopyTile:

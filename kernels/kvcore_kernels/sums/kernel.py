@@ -30,15 +30,17 @@ def sum_kernel(
     a block. A program processes STEPS * BLOCK words of one block.
     """
     part = tl.program_id(0)
-    block = tl.program_id(1)
-    base = data + tl.multiple_of(tl.load(offsets + block), 2)
+    block = tl.program_id(1).to(tl.int64)
+    first = part.to(tl.int64) * (STEPS * BLOCK)  # a block may have more than 2^31 words
+    base = data + tl.multiple_of(tl.load(offsets + block), 2) + first
+    left = words - first
     total = tl.zeros([BLOCK], tl.uint64)
     for step in range(STEPS):
-        i = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
-        real = i < words
+        i = step * BLOCK + tl.arange(0, BLOCK)
+        real = i < left
         word = tl.load(base + i, mask=real, other=0)
-        word = tl.where(i == words - 1, word & last, word)
-        x = word.to(tl.uint64, bitcast=True) ^ ((i + 1).to(tl.uint64) * KEY)
+        word = tl.where(i == left - 1, word & last, word)
+        x = word.to(tl.uint64, bitcast=True) ^ ((first + i + 1).to(tl.uint64) * KEY)
         x = x * FIRST
         x = x ^ (x >> 32)
         x = x * SECOND

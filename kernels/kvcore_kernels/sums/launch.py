@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvcore.memory.checksums import FIRST, KEY, SECOND
-from kvcore_kernels.planes import guard
+from kvcore_kernels.planes import guard, to_device
 from kvcore_kernels.sums.checks import check_sums
 from kvcore_kernels.sums.kernel import sum_kernel
 
@@ -36,14 +37,14 @@ def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         return []
     words, rest = -(-nbytes // 8), nbytes % 8
     parts = -(-words // (_BLOCK * _STEPS))
-    places = torch.tensor([offset // 8 for offset in offsets], dtype=torch.int64)
     out = torch.empty((len(offsets), parts), dtype=torch.int64, device=data.device)
     at = min(offsets)
     view = data[at : at + (len(data) - at) // 8 * 8].view(torch.int64)
+    places = np.array([(offset - at) // 8 for offset in offsets], dtype=np.int64)
     last = (1 << 8 * rest) - 1 if rest else -1
     with guard(data.device):
         sum_kernel[(parts, len(offsets))](
-            view, (places - at // 8).to(data.device), out, words, last,
+            view, *to_device([places], data.device), out, words, last,
             **constants(), num_warps=4,
         )  # fmt: skip
     return [value % 2**64 for value in out.sum(1).tolist()]

@@ -19,9 +19,10 @@ _log = logging.getLogger("kvcore.memory.copy")
 
 def builtin_ops() -> list[DeviceOps]:
     """Return the built-in implementations that work here, and log those that do not."""
+    from kvcore.memory.copy.link import LinkOps
     from kvcore.memory.copy.reference import ReferenceOps
 
-    found: list[DeviceOps] = [ReferenceOps()]
+    found: list[DeviceOps] = [ReferenceOps(), LinkOps()]
     try:
         from kvcore.memory.copy.native import NativeOps
 

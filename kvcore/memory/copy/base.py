@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvcore.errors import LayoutError
 from kvcore.memory.checksums import tensor_sums
+from kvcore.memory.copy.cache import ViewCache
 from kvcore.memory.layout import KVView
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ class DeviceOps(ABC):
         until the sums are known, on a GPU on the current stream.
         """
         return tensor_sums(data, offsets, nbytes)
+
+    def prepare(self, pages: KVView, blocks: KVView, unit_tokens: int) -> None:  # noqa: B027
+        """Do once what the first copies between two views would do: allocate, load, compile.
+
+        Copies will be of units of ``unit_tokens``, both ways. Moves no KV. Blocks, maybe for
+        seconds. Most implementations have nothing to do.
+        """
 
     @abstractmethod
     def copy(
@@ -94,11 +102,19 @@ def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     """Return [planes, 10]: where C (``plane_t``) and Triton find KV. Reads no memory.
 
     The planes are those of ``layers``, K before V. Values are in elements, except for the address,
-    which is that of ``first_head``.
+    which is that of ``first_head``. The array is shared: it cannot be written to.
 
     address, page, head, token stride, inner and inner stride, dim stride, inner and inner stride,
     head dim
     """
+    chosen = tuple(layers)
+    return _tables.get((view,), (chosen, first_head), lambda: _plane_rows(view, chosen, first_head))
+
+
+_tables, _fitting = ViewCache(), ViewCache()
+
+
+def _plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     itemsize = view.layout.itemsize
     addresses = [tensor.data_ptr() for tensor in view.tensors]
     rows = []
@@ -115,7 +131,9 @@ def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
                     plane.head_dim,
                 )
             )  # fmt: skip
-    return np.array(rows, dtype=np.int64)
+    table = np.array(rows, dtype=np.int64)
+    table.flags.writeable = False
+    return table
 
 
 def check_copy(
@@ -127,10 +145,22 @@ def check_copy(
     tokens: int,
     heads: HeadRange,
 ) -> None:
-    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory."""
+    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory.
+
+    What does not depend on the units is checked once for two views.
+    """
+    chosen = tuple(layers)
+    _fitting.get(
+        (src, dst), (chosen, tokens, heads), lambda: _check_views(src, dst, chosen, tokens, heads)
+    )
+    _check_units(src, src_units, dst, dst_units, tokens)
+
+
+def _check_views(
+    src: KVView, dst: KVView, layers: Sequence[int], tokens: int, heads: HeadRange
+) -> None:
+    """Raise LayoutError unless units of these views can be copied. Reads no memory."""
     a, b = src.layout, dst.layout
-    if len(src_units) != len(dst_units):
-        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
     if a.dtype != b.dtype or a.kv_factor != b.kv_factor:
         raise LayoutError(f"{a.dtype} x{a.kv_factor} does not copy to {b.dtype} x{b.kv_factor}")
     if tokens < 1 or a.page_tokens % tokens or b.page_tokens % tokens:
@@ -149,7 +179,16 @@ def check_copy(
         ]
         if any(p != q for p, q in dims):
             raise LayoutError(f"layer {layer}: head dims {dims} differ")
-    for what, units, layout in (("source", src_units, a), ("destination", dst_units, b)):
+
+
+def _check_units(src: KVView, src_units: Units, dst: KVView, dst_units: Units, tokens: int) -> None:
+    """Raise LayoutError unless units are equally many and in range. Reads no memory."""
+    if len(src_units) != len(dst_units):
+        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
+    for what, units, layout in (
+        ("source", src_units, src.layout),
+        ("destination", dst_units, dst.layout),
+    ):
         most = layout.num_pages * (layout.page_tokens // tokens)
         if len(units) and int(units.max()) >= most:
             raise LayoutError(f"{what} unit {int(units.max())} of {most}")

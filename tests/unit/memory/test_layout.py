@@ -408,5 +408,5 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     a, b = vllm_view(SHAPE, 1, 8, "LBHNC"), arena_view(SHAPE, 1, Arrangement.BLOCKWISE)
     assert select_ops(a, b, builtin_ops()).name == "native"
     assert select_ops(a, b, builtin_ops(), "reference").name == "reference"
-    with pytest.raises(ConfigError, match="available here are auto, native, reference"):
+    with pytest.raises(ConfigError, match="available here are auto, link, native, reference"):
         select_ops(a, b, builtin_ops(), "triton")

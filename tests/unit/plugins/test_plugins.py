@@ -50,7 +50,7 @@ def test_builtins_come_through_the_hooks() -> None:
     for name, policy in BUILTIN_POLICIES.items():
         assert manager.policy(name) is policy
     assert {"disk", "memory"} <= set(names(manager, "tier"))
-    assert names(manager, "ops") == ["native", "reference"]
+    assert names(manager, "ops") == ["link", "native", "reference"]
     assert manager.failures == []
 
 

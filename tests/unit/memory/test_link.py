@@ -1,0 +1,297 @@
+"""Copies between a GPU and the host by every way, on a GPU that this CPU plays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcore.memory.copy import HeadRange, builtin_ops, link, select_ops
+from kvcore.memory.copy.base import Units
+from kvcore.memory.copy.cache import ViewCache
+from kvcore.memory.copy.link import LinkOps, Way
+from kvcore.memory.copy.native import NativeOps
+from kvcore.memory.copy.pieces import run_bytes, unit_pieces
+from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
+from kvcore.model.shape import BlockShape
+from support.links import FakeGpu, on_gpu, served
+from support.strides import (
+    Sizes,
+    clone,
+    contents,
+    fill,
+    memory,
+    one_by_one,
+    unit_pairs,
+    views,
+)
+
+WAYS = [*Way, None]
+
+
+def ops_of(way: Way | None) -> LinkOps:
+    """The fake GPU's "kernels" are the native copies: they look at addresses alone."""
+    return LinkOps(NativeOps(), NativeOps(), way)
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_every_way_copies_what_it_should_and_nothing_else(data: st.DataObject) -> None:
+    dims = st.sampled_from([1, 3, 8, 16])
+    sizes = Sizes(
+        data.draw(st.sampled_from([1, 2, 4])),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.tuples(dims) | st.tuples(dims, dims)),
+        data.draw(st.sampled_from([1, 2, 5, 8])),
+    )
+    src, dst = data.draw(views(sizes)), data.draw(views(sizes))
+    fill(src, data.draw(st.integers(0, 9)))
+    a, b = data.draw(unit_pairs(src, dst, sizes.unit))
+    size = data.draw(st.integers(0, min(src.layout.kv_heads, dst.layout.kv_heads)))
+    heads = HeadRange(
+        data.draw(st.integers(0, src.layout.kv_heads - size)),
+        data.draw(st.integers(0, dst.layout.kv_heads - size)),
+        size,
+    )
+    layers = data.draw(st.lists(st.integers(0, sizes.layers - 1), unique=True))
+    before, expected = contents(src), clone(dst)
+    one_by_one(src, a, expected, b, layers, sizes.unit, heads)
+    ends = [(on_gpu(src), dst), (src, on_gpu(dst))][data.draw(st.integers(0, 1))]
+    registered, way = data.draw(st.booleans()), data.draw(st.sampled_from(WAYS))
+    with pytest.MonkeyPatch.context() as patch, served(FakeGpu(host_reached=registered)):
+        patch.setattr(link, "STAGING_BYTES", (data.draw(st.sampled_from([512, 4096, 1 << 20])),))
+        for name in ("SHORTEST_RUN", "PIECE_BYTES", "CALL_BYTES", "SMALL_LOAD"):
+            patch.setattr(link, name, data.draw(st.sampled_from([1, 64, 1 << 20])))
+        ops_of(way).copy_blocks(ends[0], a, ends[1], b, layers, sizes.unit, heads)
+    assert contents(dst) == contents(expected)
+    assert contents(src) == before, "wrote to the source"
+
+
+def arena(shape: BlockShape, slots: int, arrangement: str = "blockwise") -> KVView:
+    count = slots * shape.nbytes // shape.itemsize
+    return KVView(arena_layout(shape, slots, arrangement), [memory(count, shape.itemsize)])
+
+
+def engine(shape: BlockShape, pages: int, page: int, order: str) -> KVView:
+    """vLLM's pages: K beside V. "NHD" keeps the heads of a token together."""
+    size = {
+        "HND": (pages, shape.kv_heads, page, 2 * shape.head_dim),
+        "NHD": (pages, page, shape.kv_heads, 2 * shape.head_dim),
+    }[order]
+    tensors = [memory(int(np.prod(size)), shape.itemsize).view(size) for _ in range(shape.layers)]
+    if order == "NHD":
+        tensors = [tensor.transpose(1, 2) for tensor in tensors]
+    return KVView(from_strides(tensors, shape), tensors)
+
+
+SHAPE = BlockShape(4, 2, 64, 32, "bfloat16")
+ALL = HeadRange(0, 0, 2)
+
+
+def pieces(src: KVView, dst: KVView, units: list[int], tokens: int, heads: HeadRange = ALL) -> Any:
+    layers = range(src.layout.layers)
+    found = unit_pieces(src, dst, layers, tokens, heads).of(np.array(units), np.array(units))
+    assert int(found.sizes.sum()) == len(units) * tokens * heads.size * SHAPE.nbytes // 64
+    return found
+
+
+def test_a_block_to_a_block_is_one_piece_and_neighbours_are_joined() -> None:
+    src, dst = arena(SHAPE, 8), arena(SHAPE, 8)
+    assert pieces(src, dst, [5], 32).sizes.tolist() == [SHAPE.nbytes]
+    assert pieces(src, dst, [5, 2, 3], 32).sizes.tolist() == [SHAPE.nbytes, 2 * SHAPE.nbytes]
+    assert len(pieces(src, dst, [5], 32, HeadRange(1, 1, 1)).sizes) == SHAPE.layers
+    layerwise = arena(SHAPE, 8, "layerwise")
+    assert len(pieces(src, layerwise, [5], 32).sizes) == SHAPE.layers
+    assert len(pieces(layerwise, layerwise, [1, 2, 5], 32).sizes) == 2 * SHAPE.layers
+
+
+def test_pages_of_heads_come_by_head_and_pages_of_tokens_by_row() -> None:
+    shape, dst = SHAPE, arena(SHAPE, 8)
+    one = trtllm_layout(shape, 8, 32, "HND")
+    hnd = KVView(one, [memory(8 * shape.nbytes // 2, 2)])
+    # V of a layer's last head is followed by K of the next layer's first, on both sides.
+    assert len(pieces(hnd, dst, [5], 32).sizes) == 4 * 2 * 2 - 3
+    rows = pieces(engine(shape, 8, 32, "NHD"), dst, [5], 32)
+    assert set(rows.sizes.tolist()) == {64 * 2}
+
+
+def test_pieces_are_not_joined_across_tensors() -> None:
+    """They may be two allocations, which one copy must not span."""
+    shape = BlockShape(2, 1, 8, 4, "bfloat16", kv_factor=1)
+    whole = memory(2 * 8 * 4, 2)
+    dst = arena(shape, 1)
+    tensors = [part.view(1, 1, 4, 8) for part in whole.split(32)]
+    src = KVView(from_strides(tensors, shape), tensors)
+    found = unit_pieces(src, dst, range(2), 4, HeadRange(0, 0, 1))
+    assert found.sizes.tolist() == [64, 64]
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGpu]:
+    with served(FakeGpu()) as made:
+        yield made
+
+
+LLAMA = BlockShape(32, 8, 128, 256, "bfloat16")
+
+
+def flat(layout: Any, tensors: int, nbytes: int) -> KVView:
+    """A view that is only looked at: of memory that is never touched."""
+    return KVView(layout, [torch.empty(nbytes // 2, dtype=torch.bfloat16) for _ in range(tensors)])
+
+
+def chosen(src: KVView, dst: KVView, units: int, tokens: int, kernel: bool = True) -> Way:
+    taken: list[Way] = []
+
+    class Watched(LinkOps):
+        def _copy_by(self, way: Way, one: Any, over: Any) -> None:
+            taken.append(way)
+
+    ops = Watched(NativeOps(), NativeOps() if kernel else None)
+    assert ops.supports(src, dst)
+    ops.copy_blocks(src, np.arange(units), dst, np.arange(units), unit_tokens=tokens)
+    return taken[0]
+
+
+@pytest.mark.parametrize(
+    ("order", "page", "to_host", "units", "registered", "way"),
+    [
+        ("NHD", 16, True, 256, True, Way.STAGED),
+        ("NHD", 16, False, 256, True, Way.STAGED),
+        ("NHD", 16, False, 1, True, Way.STAGED),  # 2 MiB
+        ("NHD", 16, True, 256, False, Way.STAGED),
+        ("one HND", 256, True, 16, True, Way.ENGINE),
+        ("one HND", 256, False, 16, True, Way.ENGINE),
+        ("one HND", 256, True, 16, False, Way.STAGED),  # 64 KiB a call
+    ],
+)
+def test_the_way_follows_pieces_direction_and_memory(
+    order: str, page: int, to_host: bool, units: int, registered: bool, way: Way, gpu: FakeGpu
+) -> None:
+    gpu.host_reached = registered
+    host = flat(arena_layout(LLAMA, 16), 1, 16 * LLAMA.nbytes)
+    pages = 16 * 256 // page
+    if order == "one HND":
+        ours = flat(trtllm_layout(LLAMA, pages, page, "HND"), 1, 16 * LLAMA.nbytes)
+    else:
+        tensors = [
+            torch.empty(pages, page, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(32)
+        ]
+        ours = KVView(from_strides(tensors, LLAMA), tensors)
+    ours = on_gpu(ours)
+    ends = (ours, host) if to_host else (host, ours)
+    assert chosen(*ends, units, min(page, 256)) is way
+
+
+def test_small_loads_go_by_kernel_if_it_reaches_the_memory(gpu: FakeGpu) -> None:
+    host, ours = arena(SHAPE, 4), on_gpu(engine(SHAPE, 4, 32, "NHD"))
+    assert chosen(host, ours, 2, 32) is Way.KERNEL
+    assert chosen(ours, host, 2, 32) is Way.STAGED
+    assert chosen(host, ours, 2, 32, kernel=False) is Way.STAGED
+    gpu.host_reached = False
+    assert chosen(host, ours, 2, 32) is Way.STAGED
+
+
+def test_a_gpu_never_falls_back_to_copies_by_the_plane(gpu: FakeGpu) -> None:
+    """Whether memory is registered decides in each copy, not once when the worker starts."""
+    ours, host = on_gpu(engine(SHAPE, 4, 32, "NHD")), arena(SHAPE, 4)
+    for registered in (False, True):
+        gpu.host_reached = registered
+        for ends in ((ours, host), (host, ours)):
+            assert select_ops(*ends, builtin_ops()).name == "link"
+    assert select_ops(host, host, builtin_ops()).name == "native"
+    assert not LinkOps().supports(host, host)
+    mixed = KVView(host.layout, [ours.tensors[0], host.tensors[0]])
+    assert not LinkOps().supports(mixed, host)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_staged_block_crosses_the_link_in_one_piece(to_host: bool, gpu: FakeGpu) -> None:
+    ours, host = on_gpu(engine(SHAPE, 8, 16, "NHD")), arena(SHAPE, 4)
+    ends = (ours, host) if to_host else (host, ours)
+    units = np.array([1, 0, 6, 7]), np.array([6, 7, 1, 0])  # of the engine, of the host
+    a, b = units if to_host else units[::-1]
+    ops_of(Way.STAGED).copy_blocks(*ends[:1], a, *ends[1:], b, unit_tokens=16)
+    sizes = [list(what) for kind, _, what in gpu.log if kind == "batch"]
+    assert sizes == [[SHAPE.nbytes] * 2]
+
+
+def test_the_staging_is_bounded_and_reused_in_the_order_of_streams(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes,))
+    ours, host = on_gpu(engine(SHAPE, 8, 32, "NHD")), arena(SHAPE, 8)
+    ops = ops_of(Way.STAGED)
+    first, second = gpu.new_stream("first"), gpu.new_stream("second")
+    for stream in (first, second):
+        with stream.issuing():
+            ops.copy_blocks(ours, np.arange(8), host, np.arange(8), unit_tokens=32)
+    assert [memory.nbytes for memory in gpu.allocated] == [2 * SHAPE.nbytes]
+    batches = [int(what.sum()) for kind, _, what in gpu.log if kind == "batch"]
+    assert max(batches) <= 2 * SHAPE.nbytes
+    assert sum(batches) == 16 * SHAPE.nbytes
+    kinds = [(kind, name) for kind, name, _ in gpu.log]
+    handover = next(what for kind, name, what in gpu.log if (kind, name) == ("record", "first"))
+    begin = kinds.index(("batch", "second"))
+    assert ("follow", "second", handover) in gpu.log[:begin], "the second stream did not wait"
+    assert ("hold", "first") in kinds
+    with first.issuing():
+        ops.copy_blocks(host, np.arange(8), ours, np.arange(8), unit_tokens=32)
+    assert len(gpu.allocated) == 2, "loads wait for saves"
+    assert ("follow", "first") not in kinds
+
+
+def test_less_room_gives_a_smaller_staging_and_none_an_error(
+    gpu: FakeGpu,
+) -> None:
+    ours, host = on_gpu(engine(SHAPE, 4, 32, "NHD")), arena(SHAPE, 4)
+    gpu.most = link.STAGING_BYTES[1]
+    ops_of(Way.STAGED).prepare(ours, host, 32)
+    assert [len(memory) for memory in gpu.allocated] == [link.STAGING_BYTES[1]] * 2
+    gpu.most = 1000
+    with pytest.raises(torch.OutOfMemoryError):
+        ops_of(Way.STAGED).prepare(ours, host, 32)
+
+
+def test_threads_share_the_stagings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "STAGING_BYTES", (SHAPE.nbytes,))
+    src, host = engine(SHAPE, 16, 32, "NHD"), arena(SHAPE, 16)
+    fill(src, 3)
+    expected = clone(host)
+    units = np.arange(16)
+    one_by_one(src, units, expected, units, list(range(4)), 32, ALL)
+    ours, ops = on_gpu(src), ops_of(Way.STAGED)
+
+    def save(part: Units) -> None:
+        ops.copy_blocks(ours, part, host, part, unit_tokens=32)
+
+    threads = [threading.Thread(target=save, args=(units[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents(host) == contents(expected)
+
+
+def test_what_views_are_made_of_is_computed_once_and_does_not_keep_them() -> None:
+    src, dst = arena(SHAPE, 2), arena(SHAPE, 2)
+    layers = list(range(4))
+    assert unit_pieces(src, dst, layers, 32, ALL) is unit_pieces(src, dst, layers, 32, ALL)
+    assert run_bytes(src, dst, layers, 32, ALL) == 32 * 64 * 2
+    cache = ViewCache(most=2)
+    assert cache.get((src,), 1, lambda: "a") == "a"
+    assert cache.get((src,), 1, lambda: "b") == "a"
+    assert cache.get((dst,), 1, lambda: "b") == "b"
+    del src
+    assert cache.get((dst,), 2, lambda: "c") == "c"
+    assert len(cache) == 2, "the entry of a view that is gone goes first"
+    cache.get((dst,), 3, lambda: "d")
+    assert cache.get((dst,), 1, lambda: "e") == "e"
+    assert len(cache) == 2
