@@ -23,7 +23,10 @@ from kvcore.errors import UnsupportedError
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
-__all__ = ["Counts", "Fault", "Machine", "Work"]
+__all__ = ["Fault", "Machine", "Point", "StreamQueue", "Work"]
+
+_PATIENCE = 30
+"""How often an event says that it has not passed, before what is queued before it runs."""
 
 _STEP_S = 1e-6
 """Seconds that one piece of queued work takes, for events that are timed."""
@@ -44,17 +47,6 @@ class Fault:
         return f"{self.kind}: {self.message}"
 
 
-@dataclass
-class Counts:
-    """What was asked of the device."""
-
-    launches: int = 0
-    host_waits: int = 0
-    uploads: int = 0
-    upload_nbytes: int = 0
-    registrations: int = 0
-
-
 @dataclass(eq=False)
 class Work:
     """A piece of queued work: a launch, or the point of an event if ``run`` does nothing."""
@@ -66,7 +58,7 @@ class Work:
     at: float = 0.0
 
 
-class _Queue(Actor):
+class StreamQueue(Actor):
     """A stream."""
 
     def __init__(self, name: str) -> None:
@@ -81,7 +73,7 @@ class _Host(Actor):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.device = 0
-        self.stream: _Queue | None = None
+        self.stream: StreamQueue | None = None
         self.error = ""
         self.doing: list[str] = []
         self.in_step = False
@@ -94,6 +86,7 @@ class Point:
     work: Work
     clock: Clock
     stream: str
+    asked: int = 0
 
 
 class Machine:
@@ -102,6 +95,9 @@ class Machine:
     ``seed`` chooses among the legal orders. After each call, queued work runs with probability
     ``eager``; 0 runs nothing before something waits for it, None chooses by the seed.
     ``lockable`` is how many bytes may be registered in all.
+
+    ``faults`` are those found so far. ``counts`` has the numbers of launches, host_waits, uploads,
+    upload_nbytes and registrations, and ``by_op`` the same for each thing named with `doing`.
     """
 
     def __init__(
@@ -123,10 +119,11 @@ class Machine:
         self._lockable = lockable
         self._registered: dict[int, int] = {}
         self._queued: list[Work] = []
+        self._kept: list[object] = []
         self._time = 0.0
         self._threads = threading.local()
-        self._default = _Queue("the default stream")
-        self._streams: list[_Queue] = [self._default]
+        self._default = StreamQueue("the default stream")
+        self._streams: list[StreamQueue] = [self._default]
 
     # -- host threads -----------------------------------------------------------------------
 
@@ -191,6 +188,10 @@ class Machine:
                 region.reached, region.why, region.live = old.reached, old.why, old.live
             return self.memory.add(region)
 
+    def keep(self, memory: object) -> None:
+        """Keep memory alive as long as this machine: queued work has its address only."""
+        self._kept.append(memory)
+
     def unmap(self, region: Region) -> None:
         """Take device memory away, as an engine's sleep does, or a free. Work must have ended."""
         with self.lock:
@@ -250,20 +251,20 @@ class Machine:
 
     # -- streams ----------------------------------------------------------------------------
 
-    def new_stream(self, name: str = "") -> _Queue:
+    def new_stream(self) -> StreamQueue:
         """Return a new stream."""
         with self.lock:
             number = len(self._streams)
-            made = _Queue(f"stream {name or f'{number} of {self.host().name}'!s}")
+            made = StreamQueue(f"stream {number} of {self.host().name}")
             self._streams.append(made)
             return made
 
-    def current_stream(self) -> _Queue:
+    def current_stream(self) -> StreamQueue:
         """Return the stream that the calling thread issues to."""
         return self.host().stream or self._default
 
     @contextmanager
-    def issuing(self, stream: _Queue) -> Iterator[None]:
+    def issuing(self, stream: StreamQueue) -> Iterator[None]:
         """Let the calling thread issue to ``stream`` in this block, with its device current.
 
         The same is true of ``torch.cuda.stream``.
@@ -283,10 +284,13 @@ class Machine:
         *,
         reads: Spans = NOTHING,
         writes: Spans = NOTHING,
+        pageable: bool = False,
     ) -> Work:
         """Queue work on the calling thread's stream, with all that it reads and writes.
 
-        Raises RuntimeError if an error is pending in the calling thread.
+        With ``pageable`` it may touch host memory that is not registered; the caller waits for it.
+        Work that touches memory out of the device's reach is a fault, and does not run. Raises
+        RuntimeError if an error is pending in the calling thread.
         """
         with self.lock:
             host, stream = self.host(), self.current_stream()
@@ -298,15 +302,16 @@ class Machine:
             self._count("launches")
             stream.learn(host.step())
             clock, where = stream.step(), call_site()
+            legal = True
             for spans, is_write in ((reads, False), (writes, True)):
                 if len(spans):
-                    self._expect_reached(what, where, spans)
+                    legal &= self._expect_reached(what, where, spans, pageable)
                     self._touch(stream, clock, what, where, spans, is_write)
-            work = self._queue(stream, what, run)
+            work = self._queue(stream, what, run if legal else None)
             self._drift()
             return work
 
-    def record(self, stream: _Queue) -> Point:
+    def record(self, stream: StreamQueue) -> Point:
         """Record an event on a stream."""
         with self.lock:
             stream.learn(self.host().step())
@@ -314,7 +319,7 @@ class Machine:
             self._drift()
             return point
 
-    def follow(self, stream: _Queue, point: Point) -> None:
+    def follow(self, stream: StreamQueue, point: Point) -> None:
         """Let a stream wait for an event."""
         with self.lock:
             stream.learn(self.host().step())
@@ -333,10 +338,14 @@ class Machine:
             self.host().learn(point.clock)
 
     def passed(self, point: Point) -> bool:
-        """Return True if what was queued before an event has run. By chance it runs now."""
+        """Return True if what was queued before an event has run.
+
+        It may run now: with the probability ``eager``, or if this was asked often.
+        """
         with self.lock:
             self.needs_device("the query of an event")
-            if not point.work.done and self._random.random() < 0.5:
+            point.asked += 1
+            if point.asked > _PATIENCE or self._random.random() < self._eager:
                 self.force(point.work)
             if point.work.done:
                 self.host().learn(point.clock)
@@ -380,8 +389,7 @@ class Machine:
     def fault(self, kind: str, message: str) -> None:
         """Record a fault."""
         with self.lock:
-            if len(self.faults) < 200:
-                self.faults.append(Fault(kind, message))
+            self.faults.append(Fault(kind, message))
 
     def check(self) -> None:
         """Run all that is queued, and raise AssertionError if there was a fault."""
@@ -418,7 +426,7 @@ class Machine:
         for op in self.host().doing:
             self.by_op.setdefault(op, Counter())[what] += by
 
-    def _queue(self, stream: _Queue, what: str, run: Callable[[], None] | None) -> Work:
+    def _queue(self, stream: StreamQueue, what: str, run: Callable[[], None] | None) -> Work:
         needs = [*stream.awaited, *([stream.last] if stream.last is not None else [])]
         work = Work(what, run, [one for one in needs if not one.done])
         stream.last, stream.awaited = work, []
@@ -468,16 +476,25 @@ class Machine:
             f"  it is {conflict.earlier}\n  it is {conflict.later}",
         )
 
-    def _expect_reached(self, what: str, where: str, spans: Spans) -> None:
+    def _expect_reached(self, what: str, where: str, spans: Spans, pageable: bool) -> bool:
+        before = len(self.faults)
         unknown = self.memory.unknown(spans)
         if unknown is not None:
             self.fault("memory", f"{what} touches {unknown:#x}, which nothing made known: {where}")
         for region, _ in self.memory.parts(spans):
-            if not region.reached:
+            if not (region.reached or (pageable and region.is_host)):
                 self.fault("memory", f"{what} touches {region.name}, but {region.why}: {where}")
+        return len(self.faults) == before
 
     def _expect_idle(self, spans: Spans, done: str) -> None:
-        for conflict in self.memory.in_use(spans, self.host().clock):
+        """Record a fault for each use that the calling thread is not ordered after.
+
+        Queued work runs, because the memory may really be gone soon.
+        """
+        conflicts = self.memory.in_use(spans, self.host().clock)
+        if conflicts:
+            self.finish()
+        for conflict in conflicts:
             self.fault(
                 "in use",
                 f"{conflict.place} is {done} on {self.host().name} at {call_site()}, but there is "

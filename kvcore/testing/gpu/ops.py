@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.layout import KVView
+from kvcore.testing.gpu.device import plain
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import span, spans_of, together
 
@@ -29,7 +30,7 @@ class RecordingOps(DeviceOps):
         self.inner = inner or ReferenceOps()
 
     def supports(self, src: KVView, dst: KVView) -> bool:
-        return self.inner.supports(src, dst)
+        return self.inner.supports(_plain(src), _plain(dst))
 
     def copy(
         self,
@@ -43,6 +44,7 @@ class RecordingOps(DeviceOps):
     ) -> None:
         wanted = (src_units >= 0) & (dst_units >= 0)
         a, b, chosen = src_units[wanted].copy(), dst_units[wanted].copy(), list(layers)
+        src, dst = _plain(src), _plain(dst)
         taken = range(heads.src, heads.src + heads.size)
         given = range(heads.dst, heads.dst + heads.size)
         self.machine.launch(
@@ -54,6 +56,7 @@ class RecordingOps(DeviceOps):
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         found: list[int] = []
+        data = plain(data)
         address = data.data_ptr()
         work = self.machine.launch(
             "sums",
@@ -64,3 +67,7 @@ class RecordingOps(DeviceOps):
         self.machine.wait(self.machine.record(stream))
         assert work.done
         return found
+
+
+def _plain(view: KVView) -> KVView:
+    return KVView(view.layout, [plain(tensor) for tensor in view.tensors])

@@ -7,21 +7,22 @@ page can tell whether the right KV is in it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvcore.errors import TierError
 from kvcore.memory.arena import HostArena
+from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
+from kvcore.testing.gpu.device import on_device
 from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
 from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import NOTHING, Spans, spans_of
+from kvcore.testing.gpu.memory import NOTHING, Region, Spans, spans_of
 from kvcore.testing.gpu.ops import RecordingOps
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.memory import MemoryTier
@@ -30,6 +31,8 @@ from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts, refuse_tier
 
 __all__ = ["SHAPE", "GpuRank"]
+
+GPU = torch.device("cuda", 0)
 
 SHAPE = BlockShape(layers=4, kv_heads=2, head_dim=4, block_tokens=8, dtype="float16")
 
@@ -44,6 +47,7 @@ class _Shelf(MemoryTier):
 class GpuRank:
     """A rank with pages and an arena of ``slots`` blocks, made inside `installed`.
 
+    ``ops`` copies between them; its launches must be those of the machine.
     A page holds one block of ``shape``; each layer's pages are one tensor. ``tier`` is the name of
     a tier in memory with as many slots.
     """
@@ -59,6 +63,7 @@ class GpuRank:
         shape: BlockShape = SHAPE,
         arrangement: Arrangement = Arrangement.BLOCKWISE,
         limits: WorkerLimits | None = None,
+        ops: DeviceOps | None = None,
     ) -> None:
         self.machine = machine
         self.shape = shape
@@ -70,13 +75,14 @@ class GpuRank:
         self.view = KVView(from_strides(self.caches, shape), self.caches)
         self.regions = [self._know(layer, cache) for layer, cache in enumerate(self.caches)]
         self._make_arena(slots, arrangement)
+        view = KVView(self.view.layout, [on_device(cache) for cache in self.caches])
         flat = KVView(self.arena.layout(), [self.arena.tensor()])
         self._flat = flat
         self.worker = KVWorker(
             arena=self.arena,
             arena_view=flat,
-            ops=RecordingOps(machine),
-            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), self.view)]),
+            ops=ops or RecordingOps(machine),
+            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=GPU),
             limits=limits or WorkerLimits(),
         )
         self.worker.open_tier(self.tier, _Shelf(slots, self.arena.slot_nbytes))
@@ -84,7 +90,7 @@ class GpuRank:
         self.worker.engine.arena = self.arena
         self.parts = RankParts(self.worker, Metrics(), refuse_tier)
 
-    def _know(self, layer: int, cache: torch.Tensor) -> Any:
+    def _know(self, layer: int, cache: torch.Tensor) -> Region:
         size = cache[0].nbytes
 
         def place(offset: int) -> str:

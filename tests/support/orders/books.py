@@ -66,7 +66,8 @@ class Books:
     """The leader of a rank.
 
     ``layerwise`` cuts loads into steps of layers. ``sync`` and ``parks`` say which loads there are.
-    With ``locks`` pages are given away only when no graph uses them any more, as SGLang does.
+    SGLang's leader ``locks`` pages until no graph uses them any more, and loads from host memory
+    only (``host_only``).
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class Books:
         sync: bool = True,
         parks: bool = True,
         locks: bool = False,
+        host_only: bool = False,
         most: int = 3,
     ) -> None:
         self.rank = rank
         self._random = random.Random(seed)
         self._layers = layer_steps(rank.shape.layers) if layerwise else ()
-        self._sync, self._parks, self._locks, self._most = sync, parks, locks, most
+        self._sync, self._parks, self._most = sync, parks, most
+        self._locks, self._host_only = locks, host_only
         self._free = list(range(rank.caches[0].shape[0]))
         self._room = list(range(rank.arena.num_slots))
         self._tier_room = list(range(rank.arena.num_slots))
@@ -104,9 +107,7 @@ class Books:
         """Plan a step. With ``drain``, nothing new is begun."""
         step = Step()
         self._random.shuffle(self._free)
-        for request in [one for one in self.requests if not one.parked]:
-            if drain or self._random.random() < 0.25:
-                self._end(request)
+        self._end_some(every=drain)
         for page, block in self._ended:
             if block not in self.published:
                 self._save({block: page}, step.early_saves)
@@ -120,14 +121,15 @@ class Books:
                     break
             if self._random.random() < 0.2:
                 self._spill(step)
-        using = {page: set[int]() for page in step.given}
-        for graph_id, flight in self.flights.items():
-            for page in flight.pages & step.given:
-                using[page].add(graph_id)
-        new = {graph.graph_id for graph in self._of(step)}
-        early = {graph.graph_id for graph in step.early_saves}
-        step.fence = sorted(set().union(*using.values()) - (new - early))
+        step.fence = self._fence(step)
         return step
+
+    def _fence(self, step: Step) -> list[int]:
+        """Return the graphs that use pages which a step gives away, but for its own later ones."""
+        later = {graph.graph_id for graph in self._of(step)}
+        later -= {graph.graph_id for graph in step.early_saves}
+        using = {name for name, flight in self.flights.items() if flight.pages & step.given}
+        return sorted(using - later)
 
     def _of(self, step: Step) -> Iterable[TransferGraph]:
         yield from step.early_saves
@@ -150,7 +152,8 @@ class Books:
         """Begin a request, with or without blocks to load."""
         self._names += 1
         request = Request(f"request {self._names}")
-        found = self._choose([*self.published, *(self.stored.keys() - self.published)])
+        below = [] if self._host_only else sorted(self.stored.keys() - self.published)
+        found = self._choose([*self.published, *below])
         if len(self._free) < len(found) + 1:
             return False
         modes = [parks for parks, there in ((True, self._parks), (False, self._sync)) if there]
@@ -195,6 +198,11 @@ class Books:
         request.pages[page] = self._blocks
         request.unsaved.append((page, self._blocks))
 
+    def _end_some(self, *, every: bool) -> None:
+        for request in [one for one in self.requests if not one.parked]:
+            if every or self._random.random() < 0.25:
+                self._end(request)
+
     def _end(self, request: Request) -> None:
         """End a request. Its pages are free at once; blocks not saved are saved with the step."""
         self.requests.remove(request)
@@ -226,9 +234,13 @@ class Books:
     def _chain(self, blocks: Iterable[int]) -> Chain:
         return Chain(NAMESPACE, b"", tuple(self.name_of(block) for block in blocks))
 
-    def _take_slot(self) -> int | None:
+    def busy_slots(self) -> set[int]:
+        """Return the slots that graphs use."""
+        return set().union(*(flight.slots for flight in self.flights.values()))
+
+    def _take_slot(self, keep: Iterable[int] = ()) -> int | None:
         if not self._room:
-            busy = set().union(*(flight.slots for flight in self.flights.values()))
+            busy = self.busy_slots().union(keep)
             idle = [block for block, slot in self.published.items() if slot not in busy]
             if not idle:
                 return None
@@ -239,9 +251,9 @@ class Books:
         """Plan a save of blocks by their pages, with or without a write to the tier."""
         slots = {}
         for block in pages:
-            slot = self._take_slot()
-            if slot is not None:
-                slots[block] = slot
+            taken = self._take_slot()
+            if taken is not None:
+                slots[block] = taken
         if not slots:
             return
         sink, stores = None, dict[int, int]()
@@ -262,15 +274,11 @@ class Books:
         held = [block for block in blocks if block in self.published]
         blocks[:] = held + [block for block in blocks if block not in self.published]
         slots, new = [self.published[block] for block in held], dict[int, int]()
-        for slot in slots:
-            self.flights[-1 - slot] = _Flight(None, set(), {slot}, set())  # type: ignore[arg-type]
         for block in blocks[len(held) :]:
-            slot = self._take_slot()
-            if slot is None:
+            taken = self._take_slot(keep=slots)
+            if taken is None:
                 break
-            new[block] = slot
-        for slot in slots:
-            self.flights.pop(-1 - slot, None)
+            new[block] = taken
         if len(held) + len(new) < len(blocks):
             self._room += new.values()
             return None
@@ -299,9 +307,7 @@ class Books:
             place = self._tier_room.pop()
             sink = TierRows(self.rank.tier, Path.H2DISK, Span(0, 1), [place])
             slot = self.published[block]
-            graph = build_spill(
-                self._number(), self._chain([block]), [slot], sink, batch_rows=2
-            )
+            graph = build_spill(self._number(), self._chain([block]), [slot], sink, batch_rows=2)
             self._fly(graph, (), [slot]).stores = {block: place}
             step.spills.append(graph)
 

@@ -20,13 +20,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvcore.connector.worker import Load
 from kvcore.memory.device import Event, device_of
 from kvcore.testing.gpu import GpuRank
 from kvcore.testing.gpu.clocks import Clock
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
-from kvcore_sglang.worker import WorkerConnector
+from kvcore_sglang.worker import Fence, WorkerConnector
 from support.orders.books import Books, Step
 
 __all__ = ["SglangScheduler"]
@@ -34,8 +35,24 @@ __all__ = ["SglangScheduler"]
 
 class _Batch(NamedTuple):
     output: Event
-    index: int
+    loads: int
     saves: list[TransferGraph]
+
+
+class _Worker(WorkerConnector):
+    """Orders a thread that sees a load ended after the thread that took its last report."""
+
+    def __init__(self, rank: GpuRank, fence: Fence) -> None:
+        super().__init__(rank.parts, fence)
+        self._machine = rank.machine
+        self._over: dict[int, Clock] = {}
+
+    def _ended(self, load: Load[str]) -> None:
+        self._over[load.graph_id] = self._machine.now()
+
+    def _settle(self, load: Load[str]) -> None:
+        super()._settle(load)
+        self._machine.learn(self._over[load.graph_id])
 
 
 class SglangScheduler:
@@ -46,7 +63,7 @@ class SglangScheduler:
         self.device = device_of(None)
         self.schedule, self.forward = self.device.stream(), self.device.stream()
         self._copies = self.device.stream()
-        self.worker = WorkerConnector(rank.parts, self.fence)
+        self.worker = _Worker(rank, self.fence)
         self.gate = LayerGate(self.worker, layerwise=layerwise)
         self._leads = leads
         self._last: _Batch | None = None
@@ -105,8 +122,8 @@ class SglangScheduler:
 
     def _end(self, batch: _Batch) -> None:
         batch.output.wait()
-        if batch.index >= 0:
-            assert self.gate.finish(batch.index)
+        if batch.loads >= 0:
+            assert self.gate.finish(batch.loads)
         if batch.saves:
             self.worker.carry_out(Order(graphs=batch.saves))
 

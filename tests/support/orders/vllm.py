@@ -22,6 +22,7 @@ from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.memory.device import Event, device_of
 from kvcore.testing.gpu import GpuRank
 from kvcore.testing.gpu.device import RecordedEvent
+from kvcore.transfer.graph import OpReport
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
@@ -53,7 +54,7 @@ class VllmRunner:
         self._number = 0
         self._outputs: deque[Event] = deque()
 
-    def step(self, step: Step) -> tuple[set[str], list]:
+    def step(self, step: Step) -> tuple[set[str], list[OpReport]]:
         """Run a step; return the requests whose loads have ended, and the reports."""
         self._number += 1
         plan = StepPlan(
@@ -86,7 +87,8 @@ class VllmRunner:
                 worker.start((), layerwise=not self._full)
             worker.end_forward()
             finished, failed = worker.finished_loads()
-            assert not failed and not worker.take_bad_pages()
+            assert not failed
+            assert not worker.take_bad_pages()
             report = worker.take_report()
             self._outputs.append(self.rank.output())
             self._look()
@@ -109,7 +111,7 @@ class VllmRunner:
             self.rank.layer(layer, step.reads, step.writes)
 
     def _look(self) -> None:
-        """Wait for the output of a step: in this thread, or by asynchronous scheduling elsewhere."""
+        """Wait for a step's output, in this thread or, with asynchronous scheduling, elsewhere."""
         if self._depth == 1:
             self._outputs.pop().wait()
         elif len(self._outputs) >= self._depth:

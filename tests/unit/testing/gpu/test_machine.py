@@ -40,9 +40,7 @@ class Board:
         self.machine.launch(f"put {value}", run, writes=self.at(cell))
 
     def take(self, cell: int, into: list[int]) -> None:
-        self.machine.launch(
-            "take", lambda: into.append(int(self.cells[cell])), reads=self.at(cell)
-        )
+        self.machine.launch("take", lambda: into.append(int(self.cells[cell])), reads=self.at(cell))
 
 
 def kinds(machine: Machine) -> list[str]:
