@@ -93,6 +93,10 @@ class RecordingDevice(Device):
     def current_stream(self) -> RecordedStream:
         return RecordedStream(self.machine, self.machine.current_stream())
 
+    def stream_of(self, engine_stream: Any) -> RecordedStream:
+        assert isinstance(engine_stream, RecordedStream), engine_stream
+        return engine_stream
+
     def register(self, address: int, nbytes: int) -> None:
         with self.current():
             try:

@@ -238,7 +238,7 @@ def test_a_retry_outside_of_the_fence_is_found(
     retry = StepWorker._retry
 
     def forget(worker: StepWorker[str], load: Load[str]) -> None:
-        load.after = None
+        load.after = worker._worker.mark()  # of this thread, without the forward stream
         retry(worker, load)
 
     if forgetful:

@@ -14,20 +14,18 @@ loads that failed. Another one carries out the orders that touch no page.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcore.connector.worker import Load
-from kvcore.memory.device import Event, device_of
+from kvcore.memory.device import Event, Stream, device_of
 from kvcore.testing.gpu import GpuRank
 from kvcore.testing.gpu.clocks import Clock
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
-from kvcore_sglang.worker import Fence, WorkerConnector
+from kvcore_sglang.worker import WorkerConnector
 from support.orders.books import Books, Step
 
 __all__ = ["SglangScheduler"]
@@ -42,8 +40,8 @@ class _Batch(NamedTuple):
 class _Worker(WorkerConnector):
     """Orders a thread that sees a load ended after the thread that took its last report."""
 
-    def __init__(self, rank: GpuRank, fence: Fence) -> None:
-        super().__init__(rank.parts, fence)
+    def __init__(self, rank: GpuRank, forward: Stream) -> None:
+        super().__init__(rank.parts, forward)
         self._machine = rank.machine
         self._over: dict[int, Clock] = {}
 
@@ -63,8 +61,8 @@ class SglangScheduler:
         self.device = device_of(None)
         self.schedule, self.forward = self.device.stream(), self.device.stream()
         self._copies = self.device.stream()
-        self.worker = _Worker(rank, self.fence)
-        self.gate = LayerGate(self.worker, layerwise=layerwise)
+        self.worker = _Worker(rank, self.forward)
+        self.gate = LayerGate(self.worker, layerwise=layerwise, layers=rank.shape.layers)
         self._leads = leads
         self._last: _Batch | None = None
         self._ending = threading.Event()
@@ -77,15 +75,6 @@ class SglangScheduler:
         thread = threading.Thread(target=work, name=name, daemon=True)  # type: ignore[arg-type]
         self._threads.append(thread)
         thread.start()
-
-    @contextlib.contextmanager
-    def fence(self) -> Iterator[None]:
-        """Do what the linker's fence does."""
-        stream = self.device.stream()
-        stream.follow(self.device.current_stream().record())
-        stream.follow(self.forward.record())
-        with stream.issuing():
-            yield
 
     # -- the schedule -----------------------------------------------------------------------
 

@@ -58,13 +58,15 @@ class TrtllmExecutor:
             spills=step.spills,
         )
         with machine.in_step(), machine.doing(f"step {self._number}"):
-            self.worker.begin(plan)
+            with self.worker.on(current):
+                self.worker.begin(plan)
             if not step.empty:
                 self.execution.follow(current.record())
                 with self.execution.issuing():
                     for layer in range(self.rank.shape.layers):
                         if self._layerwise:
-                            self.worker.wait_for_layer(layer)
+                            with self.worker.on(self.execution):
+                                self.worker.wait_for_layer(layer)
                         self.rank.layer(layer, step.reads, step.writes)
                     self.worker.end_forward()
                 current.follow(self.execution.record())
