@@ -70,7 +70,7 @@ class CopyStreams:
         """
         if not self.device.queues:
             return
-        with self._lock:
+        with self._lock, self.device.current():  # to ask an event needs it, on any thread
             self._after[graph_id] = event
             while self._after and self._after[oldest := next(iter(self._after))].passed():
                 del self._after[oldest]

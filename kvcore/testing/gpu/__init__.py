@@ -1,0 +1,11 @@
+"""A GPU that is not there: it queues, reorders and records, and finds what has no order.
+
+See docs/gpu-testing.md.
+"""
+
+from kvcore.testing.gpu.device import RecordingDevice, installed
+from kvcore.testing.gpu.machine import Fault, Machine
+from kvcore.testing.gpu.ops import RecordingOps
+from kvcore.testing.gpu.rank import SHAPE, GpuRank
+
+__all__ = ["SHAPE", "Fault", "GpuRank", "Machine", "RecordingDevice", "RecordingOps", "installed"]

@@ -1,0 +1,212 @@
+"""The recording device: `kvcore.memory.device` over a `Machine`, for tensors on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from kvcore.memory.device import Device, Event, Stream, serve_devices
+from kvcore.testing.gpu.clocks import call_site
+from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
+from kvcore.testing.gpu.memory import span, together
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from kvcore.memory.cuda_batch import Addresses
+
+__all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "installed", "on_device", "plain"]
+
+
+class RecordedEvent(Event):
+    """A point in a stream of the machine. ``seen`` is True once the host has seen it pass."""
+
+    def __init__(self, machine: Machine, point: Point) -> None:
+        self.machine = machine
+        self.point = point
+        self.seen = False
+
+    def wait(self) -> None:
+        self.machine.wait(self.point)
+
+    def passed(self) -> bool:
+        self.seen = self.machine.passed(self.point) or self.seen
+        return self.seen
+
+    def since(self, earlier: Event) -> float:
+        assert isinstance(earlier, RecordedEvent)
+        assert self.point.work.done
+        assert earlier.point.work.done
+        return self.point.work.at - earlier.point.work.at
+
+
+class RecordedStream(Stream):
+    """A stream of the machine."""
+
+    def __init__(self, machine: Machine, queue: StreamQueue) -> None:
+        self.machine = machine
+        self.queue = queue
+
+    def record(self, *, timed: bool = False) -> RecordedEvent:
+        return RecordedEvent(self.machine, self.machine.record(self.queue))
+
+    def follow(self, event: Event) -> None:
+        assert isinstance(event, RecordedEvent)
+        self.machine.follow(self.queue, event.point)
+
+    def issuing(self) -> AbstractContextManager[object]:
+        return self.machine.issuing(self.queue)
+
+
+class RecordingDevice(Device):
+    """The device of a `Machine`. Its tensors are on the CPU, and it runs nothing at once."""
+
+    def __init__(self, machine: Machine, name: torch.device) -> None:
+        self.machine = machine
+        self.name = name
+
+    @property
+    def queues(self) -> bool:
+        return True
+
+    def enter(self) -> None:
+        self.machine.host().device = self.machine.index
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        host = self.machine.host()
+        before, host.device = host.device, self.machine.index
+        try:
+            yield
+        finally:
+            host.device = before
+
+    def stream(self) -> RecordedStream:
+        return RecordedStream(self.machine, self.machine.new_stream())
+
+    def current_stream(self) -> RecordedStream:
+        return RecordedStream(self.machine, self.machine.current_stream())
+
+    def stream_of(self, engine_stream: Any) -> RecordedStream:
+        assert isinstance(engine_stream, RecordedStream), engine_stream
+        return engine_stream
+
+    def register(self, address: int, nbytes: int) -> None:
+        with self.current():
+            try:
+                self.machine.register(address, nbytes)
+            except Exception:
+                self.machine.take_error()
+                raise
+
+    def unregister(self, address: int) -> None:
+        with self.current():
+            self.machine.unregister(address)
+            self.machine.take_error()
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        nbytes = int(tensor.untyped_storage().nbytes()) - offset
+        return self.machine.reaches(span(tensor.data_ptr(), nbytes))
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        import torch
+
+        self.machine.upload(array.nbytes)
+        return torch.from_numpy(array.copy())
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        import torch
+
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.machine.keep(memory)
+        name = f"device memory that was allocated at {call_site()}"
+        self.machine.know_device(memory.data_ptr(), nbytes, name)
+        return memory if self.name.type == "cpu" else on_device(memory)
+
+    def copy_batch(
+        self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
+    ) -> None:
+        dst, src, sizes = dst.copy(), src.copy(), sizes.copy()
+
+        def run() -> None:
+            for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):
+                ctypes.memmove(*one)
+
+        with self.current():
+            work = self.machine.launch(
+                f"a batch of {len(sizes)} copies",
+                run,
+                reads=together(map(span, src.tolist(), sizes.tolist())),
+                writes=together(map(span, dst.tolist(), sizes.tolist())),
+                pageable=not registered,
+            )
+            if not registered:
+                self.machine.wait(self.machine.record(self.machine.current_stream()))
+                assert work.done
+
+    def synchronize(self) -> None:
+        self.machine.synchronize()
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor that says that it is on GPU 0."""
+    found: torch.Tensor = tensor.as_subclass(_claiming())
+    return found
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Undo `on_device`."""
+    import torch
+
+    found: torch.Tensor = tensor.as_subclass(torch.Tensor)
+    return found
+
+
+@cache
+def _claiming() -> type[torch.Tensor]:
+    import torch
+
+    gpu = torch.device("cuda", 0)
+    return type("OnDevice", (torch.Tensor,), {"device": property(lambda tensor: gpu)})
+
+
+@contextmanager
+def installed(machine: Machine) -> Iterator[Machine]:
+    """Let ``machine`` be the CPU's device and the GPU, and order threads by their start and join.
+
+    Only workers that are built in this block use it.
+    """
+    from kvcore.testing.gpu.hosts import watched_engine, watched_streams
+
+    start, ended = threading.Thread.start, threading.Thread.join
+
+    def started(thread: threading.Thread) -> None:
+        thread._gpu_born = machine.now()  # type: ignore[attr-defined]
+        start(thread)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        ended(thread, timeout)
+        host = getattr(thread, "_gpu_host", None)
+        if host is not None and not thread.is_alive():
+            machine.learn(host.clock)
+
+    undo = [serve_devices(kind, partial(RecordingDevice, machine)) for kind in ("cpu", "cuda")]
+    try:
+        with (
+            mock.patch.object(threading.Thread, "start", started),
+            mock.patch.object(threading.Thread, "join", joined),
+            mock.patch("kvcore.worker.worker.TransferEngine", watched_engine(machine)),
+            mock.patch("kvcore.worker.worker.CopyStreams", watched_streams(machine)),
+        ):
+            machine.host().device = machine.index
+            yield machine
+    finally:
+        for one in undo:
+            one()

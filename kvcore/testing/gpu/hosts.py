@@ -1,0 +1,222 @@
+"""The order between host threads, at the points where the transfer engine hands work over.
+
+    submit ──▶ every op of the graph ──▶ its end ──▶ ops that depend on it
+                     │                          ├──▶ a wait that returns because the op has ended
+                     │                          └──▶ the poll that returns the op's report
+                     └─ issued ──▶ `wait_issued`, and the thread that waits for the end
+
+A mark that has passed is forgotten by the thread that saw it pass. The lock around it orders the
+copy thread, which finds no mark any more, after that.
+
+These are the engine's promises. Its lock is no edge: whoever takes it after an op has ended would
+be ordered after the op by chance, and a wait that is missing would stay unseen. Between other
+threads only the start and the join of a thread are an order. A test says what else is, with
+`Machine.now` and `Machine.learn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvcore.memory.arena import HostArena
+from kvcore.memory.device import Device, Event
+from kvcore.testing.gpu.clocks import Clock
+from kvcore.testing.gpu.device import RecordedEvent
+from kvcore.testing.gpu.machine import Machine
+from kvcore.testing.gpu.memory import Spans, span, together
+from kvcore.transfer.engine import Executor, Issued, TransferEngine
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+from kvcore.worker.streams import CopyStreams, IssuedCopies
+
+__all__ = ["WatchedEngine", "WatchedStreams", "arena_spans", "watched_engine", "watched_streams"]
+
+
+@dataclass
+class _Op:
+    """What is known of an op: when it was issued, what is waited for then, and when it ended."""
+
+    op: TransferOp
+    issued: Clock | None = None
+    copies: Issued | None = None
+    ended: Clock | None = None
+
+
+class _Watched:
+    """An executor whose runs are ordered after what they depend on."""
+
+    def __init__(self, engine: WatchedEngine, executor: Executor) -> None:
+        self._engine = engine
+        self._executor = executor
+
+    def run(
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Issued:
+        engine, machine = self._engine, self._engine.machine
+        with machine.doing(f"graph {graph.graph_id}, op {op.op_id}"):
+            known = engine.begin(graph, op, rows)
+            try:
+                outcome = self._executor.run(graph, op, rows)
+            except BaseException:
+                known.ended = machine.now()
+                raise
+        if isinstance(outcome, dict):
+            known.ended = machine.now()
+            return outcome
+        issued, wait = machine.now(), outcome.wait
+
+        def waits() -> None:
+            machine.learn(issued)
+            wait()
+            known.ended = machine.now()
+
+        known.issued, known.copies = issued, outcome
+        outcome.wait = waits  # type: ignore[method-assign]
+        return outcome
+
+
+class WatchedEngine(TransferEngine):
+    """A transfer engine whose hand-overs order the machine's host threads.
+
+    ``arena`` is the arena that ops read tiers into and write them from; their accesses of it are
+    recorded.
+    """
+
+    machine: Machine
+    arena: HostArena | None = None
+
+    def __init__(self, executors: Mapping[Path, Executor], **limits: Any) -> None:
+        self._submitted: dict[int, Clock] = {}
+        self._known: dict[int, dict[int, _Op]] = {}
+        super().__init__({path: _Watched(self, one) for path, one in executors.items()}, **limits)
+
+    def begin(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> _Op:
+        """Order the calling thread, which runs ``op``, after what the op depends on."""
+        self.machine.learn(self._submitted[graph.graph_id])
+        others = self._known.setdefault(graph.graph_id, {})
+        for dep in op.deps:
+            if dep in others:
+                self.machine.learn(others[dep].ended or {})
+        if self.arena is not None and op.tier and not op.path.is_staged:
+            slots = [graph.host_slots[row] for row in rows]
+            touched = arena_spans(self.arena, slots)
+            self.machine.touch(f"the {op.path.value}", touched, writes=op.path.reads_tier)
+        others[op.op_id] = known = _Op(op)
+        return known
+
+    def submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+        self._submitted[graph.graph_id] = self.machine.now()
+        super().submit(graph, wave)
+
+    def wait(self, graph_id: int, timeout: float | None = None) -> bool:
+        waited = super().wait(graph_id, timeout)
+        if waited:
+            self._after(graph_id, lambda op: True)
+        return waited
+
+    def wait_device(self, graph_id: int, timeout: float | None = None) -> bool:
+        waited = super().wait_device(graph_id, timeout)
+        if waited:
+            self._after(graph_id, _carrying(None))
+        return waited
+
+    def wait_issued(
+        self, graph_id: int, layer: int | None = None, timeout: float | None = None
+    ) -> bool:
+        waited = super().wait_issued(graph_id, layer, timeout)
+        if waited:
+            for known in self._ops(graph_id, _carrying(layer)):
+                self.machine.learn((known.ended if known.issued is None else known.issued) or {})
+        return waited
+
+    def issued(self, graph_id: int, layer: int | None = None) -> list[Issued]:
+        found = super().issued(graph_id, layer)
+        for known in self._ops(graph_id, _carrying(layer)):
+            if known.ended is not None and not any(known.copies is one for one in found):
+                self.machine.learn(known.ended)  # it is not to be waited for: it has ended
+        return found
+
+    def wait_idle(self, timeout: float) -> bool:
+        idle = super().wait_idle(timeout)
+        if idle:
+            for graph_id in list(self._known):
+                self._after(graph_id, _carrying(None))
+        return idle
+
+    def poll(self) -> list[OpReport]:
+        reports = super().poll()
+        for report in reports:
+            known = self._known.get(report.graph_id, {}).get(report.op_id)
+            if known is not None:
+                self.machine.learn(known.ended or {})
+        return reports
+
+    def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
+        closed = super().close(drain=drain, timeout=timeout)
+        if closed:
+            for graph_id in list(self._known):
+                self._after(graph_id, lambda op: True)
+        return closed
+
+    def _ops(self, graph_id: int, which: Callable[[TransferOp], bool]) -> list[_Op]:
+        every = list(self._known.get(graph_id, {}).values())
+        return [known for known in every if which(known.op)]
+
+    def _after(self, graph_id: int, which: Callable[[TransferOp], bool]) -> None:
+        for known in self._ops(graph_id, which):
+            self.machine.learn(known.ended or {})
+
+
+def _carrying(layer: int | None) -> Callable[[TransferOp], bool]:
+    """Return what is true for the device ops that carry ``layer``; None for all layers."""
+
+    def carries(op: TransferOp) -> bool:
+        covers = layer is None or op.layers is None or op.layers.covers(layer)
+        return op.path.touches_device and covers
+
+    return carries
+
+
+class WatchedStreams(CopyStreams):
+    """Copy streams that order a copy after a mark that was seen to pass, and forgotten."""
+
+    machine: Machine
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._marks: dict[int, Event] = {}
+
+    def start_after(self, graph_id: int, event: Event) -> None:
+        self._marks[graph_id] = event
+        super().start_after(graph_id, event)
+
+    @contextmanager
+    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
+        with super().copying(graph_id) as copies:
+            mark = None if graph_id is None else self._marks.get(graph_id)
+            if isinstance(mark, RecordedEvent) and mark.seen:
+                self.machine.learn(mark.point.clock)
+            yield copies
+
+
+def watched_streams(machine: Machine) -> type[WatchedStreams]:
+    """Return the class of copy streams that order the threads of ``machine``."""
+    return type("WatchedStreams", (WatchedStreams,), {"machine": machine})
+
+
+def watched_engine(machine: Machine) -> type[WatchedEngine]:
+    """Return the class of engines that order the threads of ``machine``."""
+    return type("WatchedEngine", (WatchedEngine,), {"machine": machine})
+
+
+def arena_spans(arena: HostArena, slots: list[int]) -> Spans:
+    """Return the bytes of some slots of an arena."""
+    import numpy as np
+
+    return together(
+        span(np.frombuffer(piece, dtype=np.uint8).ctypes.data, piece.nbytes)
+        for slot in slots
+        for piece in arena.slot_buffers(slot)
+    )

@@ -1,0 +1,35 @@
+"""SGLang's overlap schedule, with the worker that kvcore ships, on the recording device."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.testing.gpu import GpuRank, Machine, installed
+from kvcore.worker import WorkerLimits
+from support.orders.books import Books
+from support.orders.failing import fail_first_attempts
+from support.orders.sglang import SglangScheduler
+
+STEPS = 25
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole", "layerwise"])
+def test_the_overlap_schedule_has_the_right_kv(layerwise: bool, leads: bool, seed: int) -> None:
+    with installed(Machine(seed, index=1)) as machine:
+        rank = GpuRank(machine)
+        books = Books(rank, seed, layerwise=layerwise, parks=False, locks=True, host_only=True)
+        SglangScheduler(rank, layerwise=layerwise, leads=leads).run(books, STEPS)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_load_that_is_repeated_waits_for_the_same_work(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads copy, so the second attempt may be on a stream that has waited for nothing."""
+    fail_first_attempts(monkeypatch, seed)
+    with installed(Machine(seed, index=1)) as machine:
+        rank = GpuRank(machine, limits=WorkerLimits(copy_threads=2))
+        books = Books(rank, seed, layerwise=True, parks=False, locks=True, host_only=True)
+        SglangScheduler(rank, layerwise=True, leads=False).run(books, STEPS)
