@@ -304,3 +304,23 @@ def test_what_views_are_made_of_is_computed_once_and_does_not_keep_them() -> Non
     cache.get((dst,), 3, lambda: "d")
     assert cache.get((dst,), 1, lambda: "e") == "e"
     assert len(cache) == 2
+
+
+@pytest.mark.parametrize("room", [2 * 32 * 64 * 2, 3 * 32 * 64 * 2 * 2, 1024])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_block_beyond_the_staging_is_cut_by_layers_and_by_heads(
+    room: int, to_host: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The staging holds one head of a layer, one layer and a half, or less than a head."""
+    monkeypatch.setattr(link, "STAGING_BYTES", (room,))
+    pages, blocks = engine(SHAPE, 3, 32, "NHD"), arena(SHAPE, 3)
+    src, dst = (pages, blocks) if to_host else (blocks, pages)
+    fill(src, 4)
+    expected, units = clone(dst), np.array([2, 0])
+    one_by_one(src, units, expected, units, list(range(4)), 32, ALL)
+    ends = (on_gpu(src), dst) if to_host else (src, on_gpu(dst))
+    ops_of(Way.STAGED).copy_blocks(ends[0], units, ends[1], units)
+    assert contents(dst) == contents(expected)
+    assert all(len(memory) == room for memory in gpu.allocated)
+    pieces = [int(size) for kind, _, what in gpu.log if kind == "batch" for size in what]
+    assert min(pieces) == (64 * 2 if room == 1024 else 2 * 32 * 64 * 2 * (1 + (room > 1 << 14)))
