@@ -40,7 +40,11 @@ def test_a_step_is_launched_ahead_of_fences_loads_and_saves(
         side.begin(StepPlan(late_saves=[(7, rig.save(1, page=1, slot=5))]))
         for layer in range(SHAPE.layers):
             side.wait_for_layer(layer)
+    save = rig.save(1, page=1, slot=5)
     side.end_forward()  # the engine's own callback, on whatever stream
+    rig.until_issued(save)
+    rig.device.run(rig.device.compute, *rig.others(execution))
+    assert rig.kept(5) == {1.0}, "it was read before the forward"
     plan = StepPlan(fence=[1], sync_loads=[rig.load(2, page=1, slot=0, by_layer=layerwise)])
     seen: list[set[float]] = []
     with side.on(execution):
