@@ -31,6 +31,7 @@ from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.explain.recorder import RequestRecorder  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.fusion.staging import ChunkStaging  # noqa: E402
+from kvcore.memory.device import device_of  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.telemetry.rates import ForwardPart  # noqa: E402
@@ -142,7 +143,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardTimer[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
+        clock = ForwardTimer[Sequence[ForwardPart]](device_of(None)) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)
         made = build_leader(self.config, model, outbox, recorder)
