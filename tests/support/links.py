@@ -16,28 +16,16 @@ import torch
 
 from kvcore.memory.device import CpuDevice, Device, Event, Stream, serve_devices
 from kvcore.memory.layout import KVView
+from kvcore.testing.gpu.device import on_device
 
-__all__ = ["GPU", "FakeGpu", "held_by", "on_gpu", "served"]
+__all__ = ["GPU", "FakeGpu", "on_gpu", "served"]
 
 GPU = torch.device("cuda", 0)
 
 
-class _There(torch.Tensor):
-    """A tensor of host memory that says that it is on the GPU."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return GPU
-
-
-def held_by(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor on the GPU."""
-    return tensor.as_subclass(_There)  # type: ignore[no-any-return]
-
-
 def on_gpu(view: KVView) -> KVView:
     """Return the same memory as a view on the GPU."""
-    return KVView(view.layout, [held_by(tensor) for tensor in view.tensors])
+    return KVView(view.layout, [on_device(tensor) for tensor in view.tensors])
 
 
 class _Passed(Event):
@@ -125,7 +113,7 @@ class FakeGpu(Device):
             raise torch.OutOfMemoryError("the fake GPU is full")
         memory = torch.full((nbytes + 256,), 0xA5, dtype=torch.uint8)
         skip = -memory.data_ptr() % 256
-        self.allocated.append(held_by(memory[skip : skip + nbytes]))
+        self.allocated.append(on_device(memory[skip : skip + nbytes]))
         return self.allocated[-1]
 
     def copy_batch(
