@@ -74,8 +74,7 @@ class _CountingDevice(CpuDevice):
         self._calls = calls
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        with self._calls.foreign():
-            sent = torch.from_numpy(array.copy())
+        sent = _unseen_copy(torch.from_numpy(array))
         self._calls.uploaded(array.nbytes)
         return sent
 
@@ -202,9 +201,9 @@ class DeviceCalls:
             self.waited("copy to the host")
 
 
-class _Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class _Functions(TorchFunctionMode):
     def __init__(self, calls: DeviceCalls) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,9 +233,9 @@ class _Functions(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch's
         self._calls.waited("upload from pageable memory")
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, calls: DeviceCalls) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
