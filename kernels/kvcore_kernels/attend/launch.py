@@ -32,7 +32,7 @@ def attend_rows(
     positions: torch.Tensor,
     view: KVView,
     layer: int,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     *,
     scale: float,
     soft_cap: float = 0.0,
@@ -43,7 +43,7 @@ def attend_rows(
 
     ``queries`` is ``[rows, q_heads, head_dim]``. ``positions`` has the true position of each row.
     ``page_table`` has the request's pages in order (int32 or int64): token t is in page
-    ``page_table[t // page_tokens]``. The row at position p sees keys 0..p, or the last ``window``
+    ``page_table[t // page_tokens]``. None is for pages of one token, and means page t. The row at position p sees keys 0..p, or the last ``window``
     of them. All of these must be written and finite. Pages between the windows of two rows may
     have any content, but must be valid pages. Rows may be in any order; sorted rows are fast,
     because their tiles span few positions. ``latent_dim`` is for MLA with absorbed weights: K is
@@ -62,18 +62,20 @@ def attend_rows(
     if not len(queries):
         return out
     heads = view.layout.kv_heads
+    pages = view.layout.num_pages if page_table is None else len(page_table)
+    page_tokens = view.layout.page_tokens
     tile, fixed = constants(
-        queries.shape[1] // heads, view.layout.page_tokens, key, value, v_dim,
+        queries.shape[1] // heads, page_tokens if page_table is not None else 0, key, value, v_dim,
         latent=bool(latent_dim), window=window, capped=soft_cap > 0,
         full=queries.dtype == torch.float32,
     )  # fmt: skip
     with guard(queries.device):
         packs = queries.shape[1] // fixed["GROUP"]
         attend_kernel[(-(-len(queries) // (tile.rows // fixed["GROUP"])), packs)](
-            queries, out, positions, page_table,
+            queries, out, positions, positions if page_table is None else page_table,
             _base(view, key), _base(view, value),
             *_strides(key), *_strides(value),
-            len(queries), len(page_table) * view.layout.page_tokens,
+            len(queries), pages * page_tokens,
             queries.stride(0), queries.stride(1), scale, soft_cap,
             **fixed, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -92,7 +94,10 @@ def constants(
     capped: bool,
     full: bool,
 ) -> tuple[AttendTile, dict[str, Any]]:
-    """Return the tile for these shapes and the compile-time constants; ``full`` means float32."""
+    """Return the tile for these shapes and the compile-time constants.
+
+    ``page_tokens`` 0 means that there is no page table. ``full`` means float32.
+    """
     dim = key.head_dim
     main = max(16, 1 << (dim.bit_length() - 1))
     tile = tile_for(dim, full=full, plain=not (window or capped))

@@ -90,6 +90,7 @@ class RankLayers(EngineLayers):
         self._model = model
         self.layers = model.model.spec.layers
         self.attention = (model.model.spec.attention,) * self.layers
+        self.collective = model.ranks > 1
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:
