@@ -140,7 +140,7 @@ def _deviations() -> Iterator[Build]:
     ):  # fmt: skip
         tile = deviations.tile_for(name, dim, width=width)
         yield _build(
-            f"deviation {short}", deviation_kernel, types, {"WHICH": which, **tile.constants()},
+            f"deviation {short}", deviation_kernel, types, {"WHICH": which, **tile.constants},
             unaligned=("which", "slots", "out"),
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ def _merges() -> Iterator[Build]:
         "latent": merges.tile_for(16, 576, 2),
         "unaligned": merges.tile_for(2, 80, 2),
     }.items():
-        yield _build(f"merge {name}", merge_kernel, types, tile.constants(), unaligned=("slots",))
+        yield _build(f"merge {name}", merge_kernel, types, tile.constants, unaligned=("slots",))
 
 
 _PACK = ("sources", "targets", "places", "units", "blocks")

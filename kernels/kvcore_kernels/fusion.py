@@ -15,7 +15,8 @@ from kvcore.fusion.rope import Rope
 from kvcore.fusion.rows import Rows
 from kvcore.memory.copy.base import DeviceOps, HeadRange
 from kvcore.memory.layout import KVView
-from kvcore_kernels.attend.launch import attend_rows
+from kvcore_kernels.attend.checks import MIN_DIM
+from kvcore_kernels.attend.launch import attend_parts
 from kvcore_kernels.choose.launch import keep_rows
 from kvcore_kernels.deviation.checks import DTYPES
 from kvcore_kernels.deviation.launch import parts_off
@@ -130,13 +131,12 @@ class TritonFusion(TorchFusion):
     def attend(
         self, queries: Tensor, positions: Tensor, kv: LayerKV, attention: Attention
     ) -> Tensor:
-        try:
-            return attend_rows(
-                queries, positions, _view(kv), 0, None,
-                scale=attention.scale, soft_cap=attention.soft_cap, window=attention.window or 0,
-            )  # fmt: skip
-        except UnsupportedError:
+        if queries.shape[2] < MIN_DIM or not queries.dtype == kv.keys.dtype in DTYPES:
             return super().attend(queries, positions, kv, attention)
+        return attend_parts(
+            queries, positions, kv.keys, kv.values,
+            attention.scale, attention.soft_cap, attention.window or 0,
+        )  # fmt: skip
 
 
 def _check_ropes(ropes: Sequence[Rope | None]) -> None:

@@ -6,7 +6,7 @@ contiguous, exists on CPUs only and is not supported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.memory.layout import Axis, KVView, Plane
 
-__all__ = ["Strided", "check_count", "common_width", "strided_plane", "strided_rows"]
+__all__ = ["Strided", "arguments", "check_count", "common_width", "strided_plane", "strided_rows"]
 
 _WIDEST = 16
 """Bytes of the widest load or store of one thread, on every supported GPU."""
@@ -28,12 +28,6 @@ class Strided(NamedTuple):
     head: int
     token: int
     dim: int
-
-    def by(self, factor: int) -> Strided:
-        """Return the same in units of ``factor`` elements."""
-        if factor == 1:
-            return self
-        return Strided(self.address, *(value // factor for value in self[1:]))
 
 
 def strided_rows(part: torch.Tensor) -> Strided:
@@ -59,10 +53,28 @@ def common_width(parts: Iterable[Strided], itemsize: int) -> int:
 
     The result is in bytes.
     """
-    together = _WIDEST
-    for part in parts:
-        together |= part.address | (part.page | part.head | part.token | part.dim) * itemsize
+    addresses, sizes = _WIDEST, 0
+    for address, page, head, token, dim in parts:
+        addresses |= address
+        sizes |= page | head | token | dim
+    together = addresses | sizes * itemsize
     return max(itemsize, together & -together)
+
+
+def arguments(sources: Sequence[Strided], targets: Sequence[Strided], factor: int) -> list[int]:
+    """Return ``kvcore_kernels.merge.kernel.ADDRESSES`` for one or two planes.
+
+    Strides and dims are in units of ``factor`` elements. A plane that is alone is given twice.
+    """
+    found: list[int] = []
+    for source, target in zip(sources, targets, strict=True):
+        a, row, a_head, _, dim = source
+        b, page, head, token, _ = target
+        found += (
+            a, row // factor, a_head // factor, b, page // factor, head // factor,
+            token // factor, dim // factor,
+        )  # fmt: skip
+    return found if len(sources) == 2 else found * 2
 
 
 def check_count(rows: int) -> None:

@@ -37,10 +37,28 @@ class HiddenState(NamedTuple):
         return HiddenState(self.hidden.index_select(0, rows), residual)
 
     def copy(self) -> HiddenState:
-        """Return a copy in new memory."""
-        return HiddenState(
-            self.hidden.clone(), None if self.residual is None else self.residual.clone()
-        )
+        """Return a copy in new memory; of two equal shapes in one piece, so in one launch."""
+        hidden, residual = self
+        if residual is None:
+            return HiddenState(hidden.clone(), None)
+        if hidden.shape != residual.shape or hidden.dtype != residual.dtype:
+            return HiddenState(hidden.clone(), residual.clone())
+        return _Whole(torch.stack((hidden, residual)))
+
+
+class _Whole(HiddenState):
+    """A state in one piece, [2, rows, hidden]."""
+
+    both: Tensor
+
+    def __new__(cls, both: Tensor) -> _Whole:
+        whole = super().__new__(cls, both[0], both[1])
+        whole.both = both
+        return whole
+
+    def of(self, rows: Tensor | slice) -> HiddenState:
+        some = self.both[:, rows] if isinstance(rows, slice) else self.both.index_select(1, rows)
+        return HiddenState(some[0], some[1])
 
 
 def _joined(states: Sequence[HiddenState]) -> HiddenState:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from kvcore_kernels.deviation.checks import check_deviations
 from kvcore_kernels.deviation.kernel import deviation_kernel
 from kvcore_kernels.fusion_rows import (
     Strided,
+    arguments,
     check_count,
     common_width,
     strided_plane,
@@ -27,7 +30,8 @@ _TILE = 2048
 _WARPS = 4
 
 
-class DeviationTile(NamedTuple):
+@dataclass(frozen=True)
+class DeviationTile:
     """The compile-time constants of the deviation, apart from WHICH."""
 
     dtype: str
@@ -35,7 +39,9 @@ class DeviationTile(NamedTuple):
     rows: int
     dim: int
 
+    @cached_property
     def constants(self) -> dict[str, Any]:
+        """The constants by name. Not to be changed."""
         kind = float_type(self.dtype)
         return {
             "DTYPE": kind,
@@ -77,23 +83,20 @@ def parts_off(
         return out
     check_count(rows)
     fresh = [strided_rows(part) for part in parts]
-    tile = tile_for(
-        str(parts[0].dtype).removeprefix("torch."), max(part.dim for part in fresh),
-        width=common_width((*fresh, *cached), parts[0].element_size()),
-    )  # fmt: skip
-    places: list[int] = []
-    for a, b in zip(fresh, cached, strict=True):
-        places += (a.address, a.page, a.head, b.address, b.page, b.head, b.token, a.dim)
+    width = common_width((*fresh, *cached), parts[0].element_size())
+    dtype = str(parts[0].dtype).removeprefix("torch.")
+    tile = tile_for(dtype, max(part.dim for part in fresh), width=width)
     with guard(slots.device):
         deviation_kernel[(-(-rows // tile.rows), len(parts))](
             slots if which is None else which, slots.contiguous(), out,
-            *places, *places[: 16 - len(places)],
+            *arguments(fresh, cached, 1),
             rows, heads, page_tokens,
-            WHICH=which is not None, **tile.constants(), num_warps=_WARPS,
+            WHICH=which is not None, **tile.constants, num_warps=_WARPS,
         )  # fmt: skip
     return out
 
 
+@cache
 def tile_for(dtype: str, head_dim: int, *, width: int) -> DeviationTile:
     """Return the tile for heads of ``head_dim``."""
     dim = power_of_two(head_dim)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from kvcore.memory.layout import KVView
 from kvcore_kernels.fusion_rows import (
     Strided,
+    arguments,
     check_count,
     common_width,
     strided_plane,
@@ -27,7 +30,8 @@ _TILE_BYTES = 16 << 10
 _WARPS = 4
 
 
-class MergeTile(NamedTuple):
+@dataclass(frozen=True)
+class MergeTile:
     """The compile-time constants of the merge. A word has ``size`` bytes, addresses ``width``."""
 
     size: int
@@ -35,7 +39,9 @@ class MergeTile(NamedTuple):
     rows: int
     dim: int
 
+    @cached_property
     def constants(self) -> dict[str, Any]:
+        """The constants by name. Not to be changed."""
         return {
             "DTYPE": word_type(self.size),
             "MULTIPLE": self.width // self.size,
@@ -75,19 +81,15 @@ def merge_parts(
     tile = tile_for(
         common_width((*given, *into), itemsize), max(part.dim for part in given), itemsize
     )
-    factor = tile.size // itemsize
-    places: list[int] = []
-    for source, target in zip(given, into, strict=True):
-        a, b = source.by(factor), target.by(factor)
-        places += (a.address, a.page, a.head, b.address, b.page, b.head, b.token, a.dim)
     with guard(slots.device):
         merge_kernel[(-(-rows * heads // tile.rows), len(parts))](
-            slots.contiguous(), *places, *places[: 16 - len(places)],
+            slots.contiguous(), *arguments(given, into, tile.size // itemsize),
             rows, heads, page_tokens,
-            **tile.constants(), num_warps=_WARPS,
+            **tile.constants, num_warps=_WARPS,
         )  # fmt: skip
 
 
+@cache
 def tile_for(width: int, dim: int, itemsize: int) -> MergeTile:
     """Return a tile of `_TILE_BYTES` for heads of ``dim`` elements."""
     size = min(width, 8)
