@@ -50,7 +50,8 @@ class Idle(DecoderLayers):
         self.layers = LAYERS
         self.attention = (Attention(DIM**-0.5),) * LAYERS
         self._calls = calls
-        self._qkv = torch.zeros(rows, (HEADS + 2 * KV_HEADS) * DIM, dtype=torch.bfloat16)
+        width = (HEADS + 2 * KV_HEADS) * DIM
+        self._qkv = torch.zeros(rows, width, dtype=torch.bfloat16, device=DEVICE)
         self._sizes = [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -147,6 +148,8 @@ def count(world: World, ratio: float, selector: str, *, look: bool = False) -> d
         calls.section = f"{'look' if len(begun) in looks else 'layer'} {layer}"
         begun.append(layer)
 
+    job = world.job
+    calls.mark_host((job.tokens, job.chunks, job.offsets))
     with unlaunched(calls.launched), calls:
         calls.section = "before"
         world.blend(ratio, selector, begins, calls, look=look)

@@ -218,6 +218,11 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **kwargs)
         if "lift_fresh" in str(func):  # from NumPy
             self._calls.mark_host(out)
+        elif name == "new_tensor":
+            if self._calls.on_host(args[0]):
+                self._calls.mark_host(out)
+            else:
+                self._sent(out)
         elif name in ("tensor", "as_tensor") and not _tensors((args, kwargs)):
             self._sent(out)
         elif name == "to" and _device_in(args[1:], kwargs) and self._calls.on_host(args[0]):

@@ -41,6 +41,7 @@ def counted(work: Callable[[Tensor], object]) -> Counts:
         lambda x: torch.equal(x, x.clone()),
         lambda x: torch.zeros(6, dtype=torch.int64).copy_(x),
         lambda x: torch.tensor([1, 2], device=x.device),
+        lambda x: x.new_tensor([1, 2]),
         lambda x: torch.from_numpy(np.arange(3)).to(x.device),
         lambda x: x.copy_(torch.arange(6)),
         lambda x: device_of(x.device).synchronize(),
@@ -63,7 +64,7 @@ def test_a_wait_of_the_host_is_found(work: Callable[[Tensor], object]) -> None:
         (lambda x: x.to(torch.int64), 0),
         (lambda x: x.contiguous(), 0),
         (lambda x: torch.arange(6) + torch.ones(6), 0),
-        (lambda x: torch.tensor([1]).item(), 0),
+        (lambda x: torch.tensor([1]).new_tensor([2]).item(), 0),
     ],
 )
 def test_launches_are_counted_and_views_and_host_work_are_not(
