@@ -66,7 +66,8 @@ class Idle(DecoderLayers):
             return HiddenState(state.hidden, state.hidden)
 
     def projected(self, rows: int) -> list[Tensor]:
-        return [part.view(rows, -1, DIM) for part in self._qkv[:rows].split(self._sizes, dim=1)]
+        parts = torch.split(self._qkv[:rows], self._sizes, dim=1)
+        return [part.view(rows, -1, DIM) for part in parts]
 
     def _foreign(self) -> AbstractContextManager[None]:
         return nullcontext() if self._calls is None else self._calls.foreign()
@@ -115,7 +116,7 @@ class World:
         self,
         ratio: float,
         selector: str,
-        begins: Callable[[int], object],
+        begins: Callable[[int], None],
         calls: DeviceCalls | None = None,
         *,
         look: bool = False,
@@ -163,7 +164,11 @@ def host_seconds(world: World, ratio: float, selector: str, repeats: int) -> lis
     with unlaunched(lambda _: None):
         for _ in range(repeats + 1):
             times: list[float] = []
-            world.blend(ratio, selector, lambda _, times=times: times.append(time.thread_time()))
+
+            def begins(layer: int, times: list[float] = times) -> None:
+                times.append(time.thread_time())
+
+            world.blend(ratio, selector, begins)
             times.append(time.thread_time())
             walk = times[-LAYERS - 1 :]
             runs.append([b - a for a, b in zip(walk, walk[1:], strict=False)])

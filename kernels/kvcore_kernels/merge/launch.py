@@ -27,6 +27,8 @@ __all__ = ["MergeTile", "merge_parts", "merge_rows", "tile_for"]
 
 _TILE_BYTES = 16 << 10
 """Bytes that a program copies. Untuned: no GPU was at hand."""
+_MOST_WORDS = 2048
+"""Words of a program; more narrow ones would spill registers."""
 _WARPS = 4
 
 
@@ -93,6 +95,6 @@ def merge_parts(
 def tile_for(width: int, dim: int, itemsize: int) -> MergeTile:
     """Return a tile of `_TILE_BYTES` for heads of ``dim`` elements."""
     size = min(width, 8)
-    area = _TILE_BYTES // size
+    area = min(_TILE_BYTES // size, _MOST_WORDS)
     wide = min(power_of_two(-(-dim * itemsize // size)), area // 4)
     return MergeTile(size, width, area // wide, wide)
