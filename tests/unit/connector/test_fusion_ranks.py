@@ -360,9 +360,7 @@ def test_a_single_rank_fails_alone() -> None:
     layers.collective = False
     config = Config.model_validate({"fusion": {"enabled": True, "adaptive": False}})
     worker: Any = Worker(Sites())
-    made = FusionWorker(
-        config, worker, layers, [ROPE] * LAYERS, SHAPE, runs(), PAGE, TorchFusion()
-    )
+    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, SHAPE, runs(), PAGE, TorchFusion())
     made.begin([ORDER])
     sites._fails_at = 5
     assert made.run(lambda layer: None) == ORDER.pages[1:9]
