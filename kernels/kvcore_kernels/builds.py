@@ -124,10 +124,7 @@ def _shifts() -> Iterator[Build]:
     }
     types = _tables(*_SHIFT) | dict.fromkeys(("cos", "sin"), "*fp32")
     for name, tile in tiles.items():
-        yield _build(
-            f"shift {name}", shift_kernel, types, tile.constants(),
-            unaligned=(*_SHIFT, "cos", "sin"),
-        )  # fmt: skip
+        yield _build(f"shift {name}", shift_kernel, types, tile.constants(), unaligned=_SHIFT)
 
 
 def _deviations() -> Iterator[Build]:
@@ -220,6 +217,7 @@ def _attentions() -> Iterator[Build]:
             yield _attention(f"attend {dtype} {name}", dtype, dim, v_dim, group)
     yield _attention("attend fp16 128", "fp16", 128, 128, 4)
     yield _attention("attend bf16 128 rows", "bf16", 128, 128, 4, page=0)
+    yield _attention("attend fp32 128 rows", "fp32", 128, 128, 4, page=0)
     yield _attention("attend bf16 128 window", "bf16", 128, 128, 4, window=4096)
     yield _attention("attend bf16 256 capped", "bf16", 256, 256, 2, capped=True)
     yield _attention("attend bf16 256 window capped", "bf16", 256, 256, 2, 4096, capped=True)

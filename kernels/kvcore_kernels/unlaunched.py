@@ -8,6 +8,8 @@ For tests and benchmarks of the host's part. Kernels must not have been decorate
 interpreter.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

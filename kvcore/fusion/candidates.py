@@ -56,27 +56,27 @@ class LayerCandidates(Candidates):
         )  # fmt: skip
 
     @cached_property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         return self._new.keys.index_select(0, self._rows.chunk)
 
     @cached_property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         return self._new.values.index_select(0, self._rows.chunk)
 
     @cached_property
-    def cached_keys(self) -> Tensor:  # type: ignore[override]
+    def cached_keys(self) -> Tensor:
         return self._cached.keys.index_select(0, self._rows.places)
 
     @cached_property
-    def cached_values(self) -> Tensor:  # type: ignore[override]
+    def cached_values(self) -> Tensor:
         return self._cached.values.index_select(0, self._rows.places)
 
     @cached_property
-    def offsets(self) -> Tensor:  # type: ignore[override]
+    def offsets(self) -> Tensor:
         return self._offset_of.index_select(0, self._rows.places)
 
     @cached_property
-    def question(self) -> Tensor | None:  # type: ignore[override]
+    def question(self) -> Tensor | None:
         whole = self._question
         return None if whole is None else whole.index_select(0, self._rows.places)
 

@@ -156,6 +156,11 @@ def constants(
     dim = key.head_dim
     main = max(16, 1 << (dim.bit_length() - 1))
     tile = tile_for(dim, full=full, plain=not (window or capped))
+    if not page_tokens:  # V is prefetched as K is, which takes shared memory and registers
+        narrow = full and dim > 64
+        tile = tile._replace(
+            rows=32 if narrow else tile.rows, stages=min(tile.stages, 2)
+        )
     pack = max(size for size in range(1, tile.rows + 1) if group % size == 0)
     return tile, {
         "GROUP": pack,

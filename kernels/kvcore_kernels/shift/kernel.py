@@ -57,7 +57,7 @@ def _rotate_neighbours(
         "units", "heads", "unit_tokens", "src_page_units", "dst_page_units", "distances", "first",
     ],
     do_not_specialize_on_alignment=[
-        "sources", "targets", "ropes", "src_units", "dst_units", "turns", "cos", "sin",
+        "sources", "targets", "ropes", "src_units", "dst_units", "turns",
     ],
 )  # fmt: skip
 def shift_kernel(

@@ -32,6 +32,8 @@ __all__ = ["ShiftTile", "Shifts", "copy_shifted", "tile_for"]
 _TILE, _STRIDED = 4096, 2048
 """Elements of a program; fewer if each has its own address. Untuned: no GPU was at hand."""
 _WARPS = 4
+_ALIGNED = 4
+"""Distances are padded to a multiple, so that the sines, behind the cosines, begin at 16 bytes."""
 
 
 class ShiftTile(NamedTuple):
@@ -193,7 +195,9 @@ def _turns(ropes: Sequence[Rope | None], distances: Units, kv_factor: int, half:
     for row, rope in zip(planes, ropes, strict=True):
         if rope:
             row[0] = distinct.index(rope)
-    angles = [rope.cos_sin(torch.from_numpy(moves)) for rope in distinct]
-    none = torch.zeros(1, len(moves), half)
+    padded = np.zeros(-(-len(moves) // _ALIGNED) * _ALIGNED, dtype=np.int64)
+    padded[: len(moves)] = moves
+    angles = [rope.cos_sin(torch.from_numpy(padded)) for rope in distinct]
+    none = torch.zeros(1, len(padded), half)
     cos, sin = (torch.stack([pair[i] for pair in angles]) if angles else none for i in (0, 1))
     return _Turns(units, planes.ravel(), cos, sin)
