@@ -21,6 +21,7 @@ ALL = (
 APART = (
     "fusion_quality",
     "fusion_gate",
+    "blend_host",
     "kernels",
     "server",
     "step_cost",

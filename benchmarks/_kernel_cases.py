@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvcore.fusion.attend import Attention, attend_rows, look_rows
+from kvcore.fusion.attend import Attention, attend_rows, look_of, look_rows
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import keep_top
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
@@ -258,10 +258,11 @@ class _Cases:
         picked = np.arange(context)[-self.scale.question :]
         paged, dense = self._layer(context, picked)
         heads, scale = self.scale.query_heads, self.scale.shape.head_dim**-0.5
-        asking = torch.ones(len(picked), dtype=torch.bool, device=self.device)
+        queries, positions, keys, values = dense
+        look = look_of(positions, picked.tolist(), 0)
         interest = torch.zeros(heads, context, device=self.device)
         ways: dict[str, Callable[[], object]] = {
-            TORCH: partial(look_rows, *dense, Attention(scale), asking, interest),
+            TORCH: partial(look_rows, queries, look, keys, values, Attention(scale), interest),
             "attention alone": partial(attend.attend_rows, *paged, scale=scale),
         }
         read = dense[2].nbytes + dense[3].nbytes

@@ -14,7 +14,8 @@
     ├── FormatError          a file or message has another version, model or shape
     └── TransferError        a transfer graph failed
         ├── TransferCancelled
-        └── DeadlineExceeded
+        ├── DeadlineExceeded
+        └── RankLostError    ranks of an engine are out of step: its process must end
 
 A message says what was given, what is supported, and what to change. Passwords in URLs are masked.
 """
@@ -104,3 +105,11 @@ class TransferCancelled(TransferError):
 
 class DeadlineExceeded(TransferError):
     """A transfer did not finish by its deadline."""
+
+
+class RankLostError(TransferError):
+    """A rank stopped where other ranks wait for it in a collective.
+
+    Whatever it did next would meet the others in the wrong collective: they would hang, or take
+    its numbers for theirs. So no guard may swallow this error. It must end the engine's process.
+    """

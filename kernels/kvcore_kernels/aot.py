@@ -128,10 +128,12 @@ def _widest(text: str) -> int:
     ptx = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", text)
     asynchronous = re.findall(r"cp\.async\.c[ag]\.shared\.global\b[^;]*?0x(\w+)", text)
     amd = re.findall(r"(?:global|buffer|flat)_(?:load|store)_dword(?:x(\d))?", text)
+    narrow = re.findall(r"(?:global|buffer|flat)_(?:load|store)_[us]?(byte|short)", text)
     return max(
         [int(count or 1) * int(bits) // 8 for count, bits in ptx]
         + [int(size, 16) for size in asynchronous]
         + [4 * int(count or 1) for count in amd]
+        + [2 if kind == "short" else 1 for kind in narrow]
     )
 
 

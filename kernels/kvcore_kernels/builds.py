@@ -11,17 +11,20 @@ from kvcore.memory.layout import Axis, Plane
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.attend.launch import constants
 from kvcore_kernels.choose import launch as choices
-from kvcore_kernels.choose.kernel import choose_kernel
+from kvcore_kernels.choose.kernel import choose_kernel, keep_kernel
 from kvcore_kernels.copy import launch as copies
 from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.deviation import launch as deviations
 from kvcore_kernels.deviation.kernel import deviation_kernel
-from kvcore_kernels.merge.kernel import merge_kernel
+from kvcore_kernels.merge import launch as merges
+from kvcore_kernels.merge.kernel import ADDRESSES, merge_kernel
 from kvcore_kernels.pack import launch as packs
 from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
 from kvcore_kernels.planes import Words
 from kvcore_kernels.shift import launch as shifts
 from kvcore_kernels.shift.kernel import shift_kernel
+from kvcore_kernels.smooth import launch as smooths
+from kvcore_kernels.smooth.kernel import smooth_kernel
 from kvcore_kernels.sums import launch as summing
 from kvcore_kernels.sums.kernel import sum_kernel
 
@@ -75,6 +78,7 @@ def shipped() -> Iterator[Build]:
     yield from _attentions()
     yield from _deviations()
     yield from _choices()
+    yield from _smooths()
     yield from _merges()
     yield from _packs()
     yield from _sums()
@@ -108,7 +112,7 @@ _SHIFT = ("sources", "targets", "ropes", "src_units", "dst_units", "turns")
 
 def _shifts() -> Iterator[Build]:
     neox, gptj = (Rope(128, 128, pairing, 1e4) for pairing in (Pairing.NEOX, Pairing.GPTJ))
-    wide = partial(shifts.tile_for, total=1 << 20, width=16, contiguous=True, cut=False)
+    wide = partial(shifts.tile_for, width=16, contiguous=True, cut=False)
     tiles = {
         "bf16 128": wide("bfloat16", neox, 128),
         "bf16 128 neighbours": wide("bfloat16", gptj, 128),
@@ -116,41 +120,47 @@ def _shifts() -> Iterator[Build]:
         "fp16 64": wide("float16", Rope(64, 64, Pairing.NEOX, 1e4), 64),
         "fp32 256": wide("float32", Rope(256, 256, Pairing.NEOX, 1e4), 256),
         "bf16 128 packed": shifts.tile_for(
-            "bfloat16", neox, 128, 1 << 20, width=2, contiguous=False, cut=True
+            "bfloat16", neox, 128, width=2, contiguous=False, cut=True
         ),
     }
     types = _tables(*_SHIFT) | dict.fromkeys(("cos", "sin"), "*fp32")
     for name, tile in tiles.items():
-        # Cosines and sines share one copy to the device, so the sines may be unaligned.
-        yield _build(
-            f"shift {name}", shift_kernel, types, tile.constants(), unaligned=(*_SHIFT, "sin")
-        )
+        yield _build(f"shift {name}", shift_kernel, types, tile.constants(), unaligned=_SHIFT)
 
 
 def _deviations() -> Iterator[Build]:
-    tiles = {
-        f"{short} {dim}": deviations.tile_for(name, dim, width=16, contiguous=True, cut=False)
-        for short, name, dim in (
-            ("bf16", "bfloat16", 128), ("fp16", "float16", 64),
-            ("fp32", "float32", 128), ("bf16", "bfloat16", 576),
-        )
-    }  # fmt: skip
-    tiles["bf16 128 packed"] = deviations.tile_for(
-        "bfloat16", 128, width=2, contiguous=False, cut=True
-    )
-    types = _tables("fresh", "cached", "slots") | {"out": "*fp32"}
-    for name, tile in tiles.items():
+    types = _tables("which", "slots") | dict.fromkeys(ADDRESSES, "i64")
+    types["out"] = "*fp32"
+    for short, name, dim, width, which in (
+        ("bf16 128", "bfloat16", 128, 16, True), ("bf16 128 all", "bfloat16", 128, 16, False),
+        ("fp16 64", "float16", 64, 16, True), ("fp32 128", "float32", 128, 16, True),
+        ("bf16 576", "bfloat16", 576, 16, True), ("bf16 80 unaligned", "bfloat16", 80, 2, True),
+    ):  # fmt: skip
+        tile = deviations.tile_for(name, dim, width=width)
         yield _build(
-            f"deviation {name}", deviation_kernel, types, tile.constants(),
-            unaligned=("fresh", "cached", "slots"),
+            f"deviation {short}", deviation_kernel, types, {"WHICH": which, **tile.constants},
+            unaligned=("which", "slots", "out"),
         )  # fmt: skip
 
 
 def _choices() -> Iterator[Build]:
-    types = _tables("rows", "out") | {"scores": "*fp32", "kept": "*i32", "bound": "fp32"}
-    for size in (512, 1 << 14):
-        block = {"BLOCK": choices.block_for(size)}
-        yield _build(f"choose {block['BLOCK']}", choose_kernel, types, block, warps=choices.WARPS)
+    types = _tables("rows", "out", "positions", "offset_of") | {
+        "scores": "*fp32", "kept": "*i32", "bound": "fp32",
+    }  # fmt: skip
+    block = {"BLOCK": choices.BLOCK}
+    for name, kernel, unaligned in (
+        ("choose", choose_kernel, ("rows", "scores", "out", "kept")),
+        ("keep", keep_kernel, ("positions", "offset_of", "scores", "out")),
+    ):
+        yield _build(name, kernel, types, block, warps=choices.WARPS, unaligned=unaligned)
+
+
+def _smooths() -> Iterator[Build]:
+    types = _tables("rows") | dict.fromkeys(("scores", "out"), "*fp32")
+    yield _build(
+        "smooth", smooth_kernel, types, {"BLOCK": smooths.BLOCK}, warps=smooths.WARPS,
+        unaligned=("rows", "scores", "out"),
+    )  # fmt: skip
 
 
 def _sums() -> Iterator[Build]:
@@ -159,16 +169,13 @@ def _sums() -> Iterator[Build]:
 
 
 def _merges() -> Iterator[Build]:
-    tiles = {
-        "wide": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=1 << 14, dim=32),
-        "latent": copies.tile_for(Words(8, 16), contiguous=True, cut=False, rows=1 << 11, dim=144),
-        "packed": copies.tile_for(Words(2, 2), contiguous=False, cut=True, rows=1 << 14, dim=128),
-    }
-    names = ("sources", "targets", "slots")
-    for name, tile in tiles.items():
-        yield _build(
-            f"merge {name}", merge_kernel, _tables(*names), tile.constants(), unaligned=names
-        )
+    types = _tables("slots") | dict.fromkeys(ADDRESSES, "i64")
+    for name, tile in {
+        "wide": merges.tile_for(16, 128, 2),
+        "latent": merges.tile_for(16, 576, 2),
+        "unaligned": merges.tile_for(2, 80, 2),
+    }.items():
+        yield _build(f"merge {name}", merge_kernel, types, tile.constants, unaligned=("slots",))
 
 
 _PACK = ("sources", "targets", "places", "units", "blocks")
@@ -210,7 +217,8 @@ def _attentions() -> Iterator[Build]:
         for name, (dim, v_dim, group) in shapes.items():
             yield _attention(f"attend {dtype} {name}", dtype, dim, v_dim, group)
     yield _attention("attend fp16 128", "fp16", 128, 128, 4)
-    yield _attention("attend bf16 128 rows", "bf16", 128, 128, 4, page=1)
+    yield _attention("attend bf16 128 rows", "bf16", 128, 128, 4, page=0)
+    yield _attention("attend fp32 128 rows", "fp32", 128, 128, 4, page=0)
     yield _attention("attend bf16 128 window", "bf16", 128, 128, 4, window=4096)
     yield _attention("attend bf16 256 capped", "bf16", 256, 256, 2, capped=True)
     yield _attention("attend bf16 256 window capped", "bf16", 256, 256, 2, 4096, capped=True)
@@ -237,6 +245,7 @@ def _attention(
     return _build(
         name, attend_kernel, types, fixed,
         warps=tile.warps, stages=tile.stages, multiples=_STRIDES,
+        unaligned=("positions", "page_table"),
     )  # fmt: skip
 
 

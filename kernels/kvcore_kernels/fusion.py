@@ -4,82 +4,145 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvcore.errors import UnsupportedError
 from kvcore.fusion.attend import Attention
-from kvcore.fusion.ops import Place, TorchFusion
+from kvcore.fusion.ops import Kept, Place, Placing, Sample, TorchFusion, token_tables
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
-from kvcore.memory.copy.base import HeadRange
+from kvcore.fusion.rows import Rows
+from kvcore.memory.copy.base import DeviceOps, HeadRange
 from kvcore.memory.layout import KVView
-from kvcore_kernels.attend.launch import attend_rows
-from kvcore_kernels.choose.launch import keep_top
-from kvcore_kernels.deviation.launch import deviations
-from kvcore_kernels.merge.launch import merge_rows
+from kvcore_kernels.attend.checks import MIN_DIM
+from kvcore_kernels.attend.launch import attend_parts
+from kvcore_kernels.choose.launch import keep_rows
+from kvcore_kernels.deviation.checks import DTYPES
+from kvcore_kernels.deviation.launch import parts_off
+from kvcore_kernels.fusion_rows import strided_rows
+from kvcore_kernels.merge.launch import merge_parts
+from kvcore_kernels.planes import kernel_device, plane_table
 from kvcore_kernels.rows import fresh_view
-from kvcore_kernels.shift.launch import copy_shifted
+from kvcore_kernels.shift.checks import check_shift
+from kvcore_kernels.shift.launch import Shifts
+from kvcore_kernels.smooth.launch import smoothed
 
 __all__ = ["TritonFusion"]
 
+_SAMPLE_ROWS = 2
+
+
+class _Nowhere(Placing):
+    """The places of a source without tokens."""
+
+    def place(self, layer: int) -> None:
+        pass
+
+
+class _TritonPlacing(Placing):
+    """One launch a layer, in units of one token, because a place begins anywhere."""
+
+    def __init__(self, shifts: Shifts, planes: int) -> None:
+        self._shifts = shifts
+        self._planes = planes
+
+    def place(self, layer: int) -> None:
+        self._shifts.launch(layer * self._planes)
+
 
 class TritonFusion(TorchFusion):
-    """Operations of one launch each. Torch handles unsupported cases (a dtype, a small head)."""
+    """Operations of one launch each. Torch handles unsupported cases (a dtype, a small head).
+
+    Only `placing` sends anything to the device. All other arguments of kernels are numbers.
+    """
+
+    compiles = True
 
     def supports(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
-    def place(
-        self, staged: LayerKV, into: LayerKV, places: Sequence[Place], rope: Rope | None
-    ) -> None:
-        """Copy all places in one launch, in units of one token, because a place begins anywhere."""
-        src, dst, distances = _tokens(places)
-        source, target = _view(staged), _view(into)
-        heads = HeadRange(0, 0, source.layout.kv_heads)
+    def prepare(self, sample: Sample, copies: DeviceOps) -> None:
+        """Launch every kernel once, over a prompt of two tokens in memory of its own."""
+        count = _SAMPLE_ROWS
+        queries, fresh = sample.queries[:count], LayerKV(*(part[:count] for part in sample.fresh))
+        size = (count, *fresh.keys.shape[1:])
+        dtype = sample.staging.tensors[0].dtype
+        kv = LayerKV(*(torch.zeros(size, dtype=dtype, device=queries.device) for _ in range(2)))
+        still: list[Rope | None] = [None] * len(sample.ropes)
+        turning = next((i for i, rope in enumerate(sample.ropes) if rope), 0)
+        for source, ropes in ((sample.pages, still), (sample.staging, sample.ropes)):
+            self.placing(source, kv, [Place(0, 1, 1, 1)], ropes, copies).place(turning)
+        every = torch.arange(count, device=queries.device)
+        self.merge(kv, every, fresh)
+        scores = self.deviation(fresh.keys, every, kv.keys, every)
+        self.smooth(every, scores, 1, count)
+        self.keep(Rows(every, every, every), every, scores, 1)
+        for attention in dict.fromkeys(sample.attention):
+            self.attend(queries, every, kv, attention)
+
+    def placing(
+        self,
+        source: KVView,
+        into: LayerKV,
+        places: Sequence[Place],
+        ropes: Sequence[Rope | None],
+        copies: DeviceOps,
+        *,
+        again: bool = False,
+    ) -> Placing:
+        """Send tables of all tokens and layers to the device. K is rotated in every copy."""
+        src, dst, distances = token_tables(places)
+        if not len(src):
+            return _Nowhere()
+        target = _view(into)
+        heads = HeadRange(0, 0, target.layout.kv_heads)
+        layers = range(source.layout.layers)
         try:
-            copy_shifted(source, src, target, dst, [0], 1, heads, [rope], distances)
+            _check_ropes(ropes)
+            one = source.select_layers([0])
+            for rope in dict.fromkeys(ropes):
+                check_shift(one, src, target, dst, [0], 1, heads, [rope], distances)
+            shifts = Shifts(
+                source, src, plane_table(target, [0], 0), 1, dst, layers, 1, heads, ropes,
+                distances, kernel_device((source, target)),
+            )  # fmt: skip
         except UnsupportedError:
-            super().place(staged, into, places, rope)
+            return super().placing(source, into, places, ropes, copies, again=again)
+        return _TritonPlacing(shifts, source.layout.kv_factor)
 
     def merge(self, into: LayerKV, rows: Tensor, fresh: LayerKV) -> None:
-        merge_rows(fresh.keys, fresh.values, _view(into), 0, rows)
+        if fresh.keys.dtype != into.keys.dtype:
+            return super().merge(into, rows, fresh)
+        return merge_parts(fresh, [strided_rows(part) for part in into], rows, 1)
 
-    def deviation(self, fresh: Tensor, cached: Tensor) -> Tensor:
-        every = torch.arange(len(fresh), dtype=torch.int32, device=fresh.device)
-        try:
-            return deviations(fresh, None, _view([cached]), 0, every)[0]
-        except UnsupportedError:
-            return super().deviation(fresh, cached)
+    def deviation(self, fresh: Tensor, which: Tensor, cached: Tensor, rows: Tensor) -> Tensor:
+        if fresh.dtype not in DTYPES or cached.dtype != fresh.dtype:
+            return super().deviation(fresh, which, cached, rows)
+        return parts_off([fresh], which, [strided_rows(cached)], rows, 1)[0]
 
-    def keep_top(self, rows: Tensor, scores: Tensor, count: int) -> Tensor:
-        return keep_top(rows, scores, count)
+    def smooth(self, rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
+        return smoothed(rows, scores, reach)
+
+    def keep(self, rows: Rows, offset_of: Tensor, scores: Tensor, count: int) -> Kept:
+        positions, going, chunk, places = keep_rows(rows.positions, offset_of, scores, count)
+        return Kept(Rows(positions, chunk, places), going)
 
     def attend(
         self, queries: Tensor, positions: Tensor, kv: LayerKV, attention: Attention
     ) -> Tensor:
-        every = torch.arange(len(kv.keys), dtype=torch.int32, device=queries.device)
-        try:
-            return attend_rows(
-                queries, positions, _view(kv), 0, every,
-                scale=attention.scale, soft_cap=attention.soft_cap, window=attention.window or 0,
-            )  # fmt: skip
-        except UnsupportedError:
+        if queries.shape[2] < MIN_DIM or not queries.dtype == kv.keys.dtype in DTYPES:
             return super().attend(queries, positions, kv, attention)
+        return attend_parts(
+            queries, positions, kv.keys, kv.values,
+            attention.scale, attention.soft_cap, attention.window or 0,
+        )  # fmt: skip
+
+
+def _check_ropes(ropes: Sequence[Rope | None]) -> None:
+    if len({(rope.rotary_dim, rope.pairing) for rope in ropes if rope}) > 1:
+        raise UnsupportedError("layers differ in pairing or in the number of rotated dims")
 
 
 def _view(parts: Sequence[Tensor]) -> KVView:
     return fresh_view(parts, str(parts[0].dtype).removeprefix("torch."))
-
-
-def _tokens(places: Sequence[Place]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each token's index in the staging, its position and its distance; int64."""
-    table = np.array(places, dtype=np.int64).reshape(-1, len(Place._fields))
-    first, length, position, distance = table.T
-    index = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    return (
-        np.repeat(first, length) + index,
-        np.repeat(position, length) + index,
-        np.repeat(distance, length),
-    )

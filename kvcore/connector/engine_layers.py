@@ -89,6 +89,7 @@ class TensorParallelLayers(EngineLayers):
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
+        self.collective = distributed is not None
 
     def reduce(self, scores: Tensor) -> Tensor:
         if self._distributed is None:

@@ -1,10 +1,14 @@
 """The worker's half of fusion: carries out a step's blends on one rank, before the forward.
 
 begin    allocates staging memory and starts the chunks' copies
-run      layer by layer: wait, recompute, write to the engine's pages
+run      allocates all that a blend needs, and agrees with the other ranks that it can begin;
+         then layer by layer: wait, recompute, write to the engine's pages
 
 If a blend fails, the engine computes the request: `run` returns the pages that were not filled.
 `PromisedFusionWorker` is for engines in which a promise of KV cannot be taken back.
+
+A rank that fails where others may wait for it in a collective raises RankLostError, which ends the
+engine (`kvcore.fusion.decoder.InStep`).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +27,15 @@ from torch import Tensor
 
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
-from kvcore.errors import TransferError
-from kvcore.fusion.decoder import DecoderLayers
+from kvcore.errors import RankLostError, TransferError
+from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer
 from kvcore.fusion.fusor import BlendJob, BlendOutcome, Fusor
 from kvcore.fusion.gate import Gate
-from kvcore.fusion.ops import FusionOps
+from kvcore.fusion.ops import FusionOps, Sample
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
-from kvcore.fusion.staging import ChunkStaging, Place, PlacedChunks, PrefixReader
+from kvcore.fusion.staging import ChunkStaging, PagedPrefix, Place, PlacedChunks
 from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
@@ -72,6 +76,13 @@ class EngineLayers(DecoderLayers):
     @abstractmethod
     def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
         """Write K and V [rows, kv_heads, dim] to the engine's ``slots`` [rows] of a layer."""
+
+
+class _Ready(NamedTuple):
+    """An order for which this rank has all memory. Layers run for its request until it is left."""
+
+    job: BlendJob
+    placed: PlacedChunks
 
 
 class RefusingFusionWorker:
@@ -130,20 +141,29 @@ class FusionWorker:
         self._device = self._view.tensors[0].device
         self._orders: list[tuple[BlendOrder, ChunkStaging | None]] = []
         self._reports: list[BlendReport] = []
+        if ops.compiles:
+            self._prepare()
         self._profile = self._profiled() if config.fusion.adaptive else []
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
-        """Start to copy chunks into staging, and return the reports of refused graphs."""
+        """Start to copy chunks into staging, and return the reports of refused graphs.
+
+        Does not raise: a rank that fails here must still meet the others in `run`.
+        """
         refused: list[OpReport] = []
         for order in orders:
             staging = self._stage(order)
-            self._orders.append((order, staging))
-            together, after = self._worker.wave(), self._worker.allocated()
-            for chunk in order.chunks:
-                if staging is None:
-                    refused += refuse(chunk.graph, RowError.CANCELLED)
-                else:
-                    refused += self._worker.submit(chunk.graph, staging.groups, together, after)
+            waiting = [chunk.graph for chunk in order.chunks]
+            try:
+                together, after = self._worker.wave(), self._worker.allocated()
+                while staging is not None and waiting:
+                    refused += self._worker.submit(waiting[0], staging.groups, together, after)
+                    del waiting[0]
+            except Exception:  # noqa: BLE001 - told to the other ranks in `run`
+                _log.exception("chunks could not be copied request=%s", order.request_id)
+            for graph in waiting:
+                refused += refuse(graph, RowError.CANCELLED)
+            self._orders.append((order, None if waiting else staging))
         return refused
 
     def _stage(self, order: BlendOrder) -> ChunkStaging | None:
@@ -159,31 +179,63 @@ class FusionWorker:
         """Carry out the orders, and return the pages that failed blends left unfilled.
 
         Blocks. ``landed(layer)`` blocks until the step's loads into the engine's own pages have
-        delivered a layer.
+        delivered a layer. Raises RankLostError if this rank fails where others may wait for it.
         """
         failed: list[int] = []
         orders, self._orders = self._orders, []
         for order, staging in orders:
-            # Layers are collectives, so either all ranks run them or none.
-            if not self._layers.agree(staging is not None) or not self._done(
-                order, staging, landed
-            ):
+            if not self._done(order, staging, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
             for chunk in order.chunks:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
+    @torch.inference_mode()
     def _done(
         self, order: BlendOrder, staging: ChunkStaging | None, landed: Callable[[int], None]
     ) -> bool:
-        assert staging is not None
-        try:
-            self._blend(order, staging, landed)
-        except Exception:  # noqa: BLE001 - foreign layers and selectors: the engine computes
-            _log.exception("blend failed, computing instead request=%s", order.request_id)
-            return False
+        """Return True if the order was carried out on every rank. A collective.
+
+        Layers are collectives, so either all ranks run them or none.
+        """
+        with ExitStack() as block:
+            ready = self._ready(order, staging, landed, block)
+            if not self._layers.agree(ready is not None) or ready is None:
+                return False
+            budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
+            try:
+                outcome = self._fusor.blend(*ready, self._selector, budget, self._gate)
+                self._report(order, ready.job, outcome)
+            except RankLostError:
+                _log.exception("this rank is out of step with the others: the engine must end")
+                raise
+            except Exception:  # noqa: BLE001 - foreign layers and selectors: the engine computes
+                _log.exception("blend failed, computing instead request=%s", order.request_id)
+                return False
         return True
+
+    def _ready(
+        self,
+        order: BlendOrder,
+        staging: ChunkStaging | None,
+        landed: Callable[[int], None],
+        block: ExitStack,
+    ) -> _Ready | None:
+        """Allocate all that a blend needs, and serve its request until ``block`` is left.
+
+        Returns None if this rank cannot.
+        """
+        if staging is None:
+            return None
+        try:
+            job = _job(order, self._device)
+            placed = self._placed(order, job, staging, landed)
+            block.enter_context(self._layers.serving(self._served(order)))
+        except Exception:  # noqa: BLE001 - told to the other ranks
+            _log.exception("blend cannot begin, computing instead request=%s", order.request_id)
+            return None
+        return _Ready(job, placed)
 
     def take_reports(self) -> list[BlendReport]:
         """Return and forget the results of the blends since the last call."""
@@ -196,22 +248,55 @@ class FusionWorker:
         return profile
 
     @torch.inference_mode()
+    def _prepare(self) -> None:
+        """Compile what blends use, before the engine captures graphs and serves. A collective.
+
+        Writes to no page. If it fails, operations are compiled when they are first used.
+        """
+        rows = min(PROFILED_ROWS)
+        try:
+            with self._nobody(), InStep(self._layers).lasting():
+                positions = torch.arange(rows, device=self._device)
+                state = HiddenState(self._layers.embed(torch.zeros_like(positions)), None)
+                staging = ChunkStaging(self._shape, 1, self._device).groups[0].view
+
+                def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    sample = Sample(
+                        q, LayerKV(k, v), self._layers.attention, self._ropes, self._view, staging
+                    )
+                    self._ops.prepare(sample, self._worker.ops)
+                    raise LeaveLayer
+
+                with suppress(LeaveLayer):
+                    self._layers.run(0, positions, state, attend)
+        except RankLostError:
+            raise
+        except Exception:  # noqa: BLE001 - foreign layers: the engine must start all the same
+            _log.exception("the operations of blends could not be compiled yet")
+
+    @torch.inference_mode()
     def _profiled(self) -> list[tuple[int, float]]:
         """Time the layers over some rows with an empty context. A collective; writes nothing.
 
-        The first run is not counted because it may compile something. If the layers fail here, the
-        controller keeps its estimates, and blends fail one by one.
+        The first run is not counted because the layers may compile something. If the layers fail
+        here, the controller keeps its estimates, and blends fail one by one.
         """
-        nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
         try:
-            with self._layers.serving(
-                ServedRequest("profile", nowhere, self._view.layout.page_tokens)
-            ):
+            with self._nobody(), InStep(self._layers).lasting():
                 self._seconds(PROFILED_ROWS[0])
                 return [(rows, self._seconds(rows)) for rows in PROFILED_ROWS]
+        except RankLostError:
+            raise
         except Exception:  # noqa: BLE001 - foreign layers: the engine must start all the same
             _log.exception("the model's layers could not be timed")
             return []
+
+    def _nobody(self) -> AbstractContextManager[None]:
+        """Serve no request."""
+        nowhere = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        return self._layers.serving(
+            ServedRequest("profile", nowhere, self._view.layout.page_tokens)
+        )
 
     def _seconds(self, rows: int) -> float:
         started = time.perf_counter()
@@ -219,11 +304,13 @@ class FusionWorker:
         self._worker.device.synchronize()
         return time.perf_counter() - started
 
-    @torch.inference_mode()
-    def _blend(
-        self, order: BlendOrder, staging: ChunkStaging, landed: Callable[[int], None]
-    ) -> None:
-        job = _job(order, self._device)
+    def _placed(
+        self,
+        order: BlendOrder,
+        job: BlendJob,
+        staging: ChunkStaging,
+        landed: Callable[[int], None],
+    ) -> PlacedChunks:
         slots = self._slots(order)
 
         def wait(layer: int) -> None:
@@ -239,24 +326,21 @@ class FusionWorker:
             Place(chunk.first, chunk.length, chunk.position, chunk.distance)
             for chunk in order.chunks
         ]
-        placed = PlacedChunks(
+        return PlacedChunks(
             len(job.tokens),
             staging,
             places,
             self._ropes,
-            self._prefix(order),
+            PagedPrefix(self._view, self._pages(order), order.readable),
             wait,
             sink,
+            self._worker.ops,
             self._ops,
             again=self._selector.needs_question or self._gate is not None,
         )
-        budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
-        with self._layers.serving(self._served(order)):
-            outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
-        self._report(order, job, outcome)
 
     def _served(self, order: BlendOrder) -> ServedRequest:
-        pages = torch.tensor([self._pages(order)], device=self._device)
+        pages = self._worker.device.upload(np.array([self._pages(order)], dtype=np.int64))
         return ServedRequest(order.request_id, pages, self._view.layout.page_tokens, order.lora)
 
     def _pages(self, order: BlendOrder) -> list[int]:
@@ -274,12 +358,7 @@ class FusionWorker:
         positions = np.arange(order.exact, order.stop, dtype=np.int64)
         pages = np.asarray(order.pages, dtype=np.int64)
         slots = pages[positions // self._page_tokens] * self._page_tokens
-        return torch.from_numpy(slots + positions % self._page_tokens).to(self._device)
-
-    def _prefix(self, order: BlendOrder) -> PrefixReader:
-        return PrefixReader(
-            self._worker.ops, self._view, self._shape, self._pages(order), order.readable
-        )
+        return self._worker.device.upload(slots + positions % self._page_tokens)
 
     def _report(self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome) -> None:
         timings = outcome.layers + outcome.abandoned
@@ -328,19 +407,25 @@ class PromisedFusionWorker(FusionWorker):
         orders, self._orders = self._orders, []
         try:
             for order, staging in orders:
-                self._carry_out(order, staging if arrived(order) else None)
+                self._carry_out(order, staging if self._there(order, arrived) else None)
         finally:
             for order, _ in orders:
                 for chunk in order.chunks:
                     self._worker.release(chunk.graph.graph_id)
+
+    def _there(self, order: BlendOrder, arrived: Callable[[BlendOrder], bool]) -> bool:
+        try:
+            return arrived(order)
+        except Exception:  # noqa: BLE001 - told to the other ranks
+            _log.exception("chunks did not arrive request=%s", order.request_id)
+            return False
 
     def _carry_out(self, order: BlendOrder, staging: ChunkStaging | None) -> None:
         able = self._layers.agree(staging is not None)
         if able and self._done(order, staging, _landed):
             return
         bare = replace(order, chunks=[], blocks=1, ratio=0.0)
-        room = self._stage(bare)
-        if not self._layers.agree(room is not None) or not self._done(bare, room, _landed):
+        if not self._done(bare, self._stage(bare), _landed):
             raise TransferError(
                 f"tokens {order.exact}..{order.stop} of request {order.request_id} were promised "
                 "and could be neither blended nor computed; the step's requests fail, because a "
@@ -358,10 +443,13 @@ def _job(order: BlendOrder, device: torch.device) -> BlendJob:
     rows = [np.arange(c.position, c.position + c.length, dtype=np.int64) for c in order.chunks]
     offsets = [np.arange(c.length, dtype=np.int64) for c in order.chunks]
     empty = [np.empty(0, dtype=np.int64)]
-    return BlendJob(
-        tokens.to(device),
+    job = BlendJob(
+        tokens,
         order.readable,
         order.stop,
-        torch.from_numpy(np.concatenate(rows or empty)).to(device),
-        torch.from_numpy(np.concatenate(offsets or empty)).to(device),
+        torch.from_numpy(np.concatenate(rows or empty)),
+        torch.from_numpy(np.concatenate(offsets or empty)),
+        device,
     )
+    job.on_device  # noqa: B018 - uploaded before the ranks agree
+    return job

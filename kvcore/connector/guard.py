@@ -7,6 +7,8 @@
 
 A neutral answer is right only where nothing was promised to the engine before. Where it counts on
 KV, ``broken`` must fail the promise in the way from which the engine recovers.
+
+A RankLostError passes: after it, this rank and others would meet in the wrong collectives.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
+
+from kvcore.errors import RankLostError
 
 __all__ = ["Guard", "Stop", "guarded"]
 
@@ -47,6 +51,8 @@ class Guard:
         """
         try:
             return call()
+        except RankLostError:  # other ranks may wait for this one: its process must end
+            raise
         except Exception as error:  # noqa: BLE001 - logged with its trace, and kvcore stops
             self._stop(f"an error in {name}", error)
         return neutral if broken is None else broken()

@@ -200,7 +200,7 @@ class Rope:
         1,000,000. No magnitude is applied.
         """
         distances = _distances(distance)
-        radians = torch.tensor(self.frequencies, dtype=torch.float64, device=distances.device)
+        radians = distances.new_tensor(self.frequencies, dtype=torch.float64)
         angles = distances.to(torch.float64)[:, None] * radians
         return angles.cos().to(dtype), angles.sin().to(dtype)
 

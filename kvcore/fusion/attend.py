@@ -11,7 +11,9 @@ the keys that a tile can see. `naive_attend_rows` defines the same in a few line
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch.nn import functional
 
 from kvcore.errors import LayoutError
 
-__all__ = ["Attention", "attend_rows", "look_rows", "naive_attend_rows"]
+__all__ = ["Attention", "Look", "attend_rows", "look_of", "look_rows", "naive_attend_rows"]
 
 TILE_SCORES = 1 << 20
 """Maximum number of scores (rows x keys) per head of one tile."""
@@ -48,15 +50,18 @@ def attend_rows(
 
     ``queries`` is [rows, heads, dim], ``positions`` [rows] int64 ascending, ``keys`` and
     ``values`` [tokens, kv_heads, dim]. Returns [rows, heads, v_dim]. Keys that no row sees are not
-    read. Raises LayoutError if a position has no key, or if kv_heads does not divide heads.
+    read. Reads the positions, and so waits for the device. Raises LayoutError if a position has
+    no key, or if kv_heads does not divide heads.
     """
     _check(queries, positions, keys, values)
     out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
-    for start, stop in _tiles(positions):
-        seen = int(positions[stop - 1]) + 1
+    known = positions.tolist()
+    for start, stop in _split(known):
+        _check_last(known[stop - 1], keys)
+        seen = known[stop - 1] + 1
         first = 0
         if attention.window is not None:
-            first = max(0, int(positions[start]) - attention.window + 1)
+            first = max(0, known[start] - attention.window + 1)
         rows = slice(start, stop)
         mask = _visible(positions[rows], first, seen, attention.window)
         out[rows] = _tile(
@@ -65,39 +70,58 @@ def attend_rows(
     return out
 
 
+class Look(NamedTuple):
+    """Rows whose positions the host knows, and those of them that ask, for `look_rows`.
+
+    Args:
+        positions: [rows] int64 ascending, on the device.
+        tiles: (first row, row after the last, position of the first, of the last) of each tile.
+        asking: index of the first row that asks; all after it ask too.
+    """
+
+    positions: Tensor
+    tiles: tuple[tuple[int, int, int, int], ...]
+    asking: int
+
+
+def look_of(positions: Tensor, known: Sequence[int], asking: int) -> Look:
+    """Return rows for `look_rows`, whose positions are ``known`` on the host. Reads no memory."""
+    tiles = tuple((start, stop, known[start], known[stop - 1]) for start, stop in _split(known))
+    return Look(positions, tiles, asking)
+
+
 def look_rows(
     queries: Tensor,
-    positions: Tensor,
+    look: Look,
     keys: Tensor,
     values: Tensor,
     attention: Attention,
-    asking: Tensor,
     interest: Tensor,
 ) -> Tensor:
     """Compute `attend_rows`, and record the maximum attention that each key gets.
 
-    The maximum is over the rows selected by ``asking``, [rows] bool. It is accumulated in place in
-    ``interest``, [heads, tokens] float32, which starts as zeros. The rows may be spread over
-    several calls.
+    The maximum is over the rows that ask. It is accumulated in place in ``interest``, [heads,
+    tokens] float32, which starts as zeros. The rows may be spread over several calls. The host
+    does not wait for the device.
     """
-    _check(queries, positions, keys, values)
+    _check(queries, look.positions, keys, values)
     k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
     heads, group = len(k), queries.shape[1] // len(k)
     out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
     highest = interest.view(heads, group, len(keys))
-    for start, stop in _tiles(positions):
-        seen, rows = int(positions[stop - 1]) + 1, slice(start, stop)
+    for start, stop, lowest, last in look.tiles:
+        _check_last(last, keys)
+        seen, rows = last + 1, slice(start, stop)
         scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
         # Every row sees the keys up to the first row, so nothing is masked there.
-        first = 0 if attention.window is not None else int(positions[start]) + 1
-        mask = _visible(positions[rows], first, seen, attention.window)
+        first = 0 if attention.window is not None else lowest + 1
+        mask = _visible(look.positions[rows], first, seen, attention.window)
         scores[..., first:].masked_fill_(~mask, float("-inf"))
         weights = scores.softmax(dim=-1)
         flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
         out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)
-        asked = asking[rows]
-        if bool(asked.any()):
-            interested = weights if bool(asked.all()) else weights[:, :, asked]
+        if look.asking < stop:
+            interested = weights[:, :, max(look.asking - start, 0) :]
             best = highest[:, :, :seen]
             torch.maximum(best, interested.amax(dim=2), out=best)
     return out
@@ -132,19 +156,20 @@ def _check(queries: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> 
         raise LayoutError(
             f"{queries.shape[1]} query heads over {keys.shape[1]} KV heads: give a multiple"
         )
-    if len(positions) and int(positions[-1]) >= len(keys):
-        last = int(positions[-1])
+
+
+def _check_last(last: int, keys: Tensor) -> None:
+    if last >= len(keys):
         raise LayoutError(f"a row at position {last} needs {last + 1} keys; got {len(keys)}")
 
 
-def _tiles(positions: Tensor) -> list[tuple[int, int]]:
+def _split(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Split rows into runs of at most `TILE_ROWS` rows and, from two rows on, `TILE_SCORES`."""
-    seen = (positions + 1).tolist()
     tiles, start = [], 0
-    while start < len(seen):
-        stop, last = start + 1, min(start + TILE_ROWS, len(seen))
+    while start < len(positions):
+        stop, last = start + 1, min(start + TILE_ROWS, len(positions))
         # Positions ascend, so the last row of a tile has the most keys.
-        while stop < last and (stop + 1 - start) * seen[stop] <= TILE_SCORES:
+        while stop < last and (stop + 1 - start) * (positions[stop] + 1) <= TILE_SCORES:
             stop += 1
         tiles.append((start, stop))
         start = stop

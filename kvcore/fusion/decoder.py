@@ -7,15 +7,15 @@ the engine takes at once, and `InStep` keeps the ranks of an engine together if 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, RankLostError
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.plan import LayerKV
 
@@ -29,15 +29,36 @@ class HiddenState(NamedTuple):
     residual: Tensor | None
 
     def of(self, rows: Tensor | slice) -> HiddenState:
-        """Return the state of some rows, given as a boolean mask or indices; of a slice, a view."""
-        residual = None if self.residual is None else self.residual[rows]
-        return HiddenState(self.hidden[rows], residual)
+        """Return the state of some rows, given as indices (int64); of a slice, a view."""
+        if isinstance(rows, slice):
+            residual = None if self.residual is None else self.residual[rows]
+            return HiddenState(self.hidden[rows], residual)
+        residual = None if self.residual is None else self.residual.index_select(0, rows)
+        return HiddenState(self.hidden.index_select(0, rows), residual)
 
     def copy(self) -> HiddenState:
-        """Return a copy in new memory."""
-        return HiddenState(
-            self.hidden.clone(), None if self.residual is None else self.residual.clone()
-        )
+        """Return a copy in new memory; of two equal shapes in one piece, so in one launch."""
+        hidden, residual = self
+        if residual is None:
+            return HiddenState(hidden.clone(), None)
+        if hidden.shape != residual.shape or hidden.dtype != residual.dtype:
+            return HiddenState(hidden.clone(), residual.clone())
+        return _Whole(torch.stack((hidden, residual)))
+
+
+class _Whole(HiddenState):
+    """A state in one piece, [2, rows, hidden]."""
+
+    both: Tensor
+
+    def __new__(cls, both: Tensor) -> _Whole:
+        whole = super().__new__(cls, both[0], both[1])
+        whole.both = both
+        return whole
+
+    def of(self, rows: Tensor | slice) -> HiddenState:
+        some = self.both[:, rows] if isinstance(rows, slice) else self.both.index_select(1, rows)
+        return HiddenState(some[0], some[1])
 
 
 def _joined(states: Sequence[HiddenState]) -> HiddenState:
@@ -65,6 +86,8 @@ class DecoderLayers(ABC):
     layers: int
     attention: tuple[Attention, ...]
     max_rows: int | None = None
+    collective: bool = False
+    """True if `embed`, `run` and `reduce` are calls that several ranks make together."""
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
@@ -141,18 +164,25 @@ T = TypeVar("T")
 
 
 class InStep:
-    """Keeps ranks in step if one of them fails.
+    """Keeps ranks in step if one of them fails. One for each blend.
 
-    Layers are collectives: if one rank stopped alone, the others would wait for it. So an error is
-    kept until all ranks `meet`, and then all of them stop.
+    Layers are collectives: if one rank stopped alone, the others would wait for it. So an error in
+    what a rank does `alone` is kept until all ranks `meet`, and then all of them stop. What a rank
+    does between two meetings is `alone`, or a call of the engine that every rank makes. An error
+    of such a call cannot be repaired, because the rank does not know for which collective the
+    others wait: `lasting` makes it a `RankLostError`, which must end the engine's process.
     """
 
     def __init__(self, layers: DecoderLayers) -> None:
         self._layers = layers
         self._error: Exception | None = None
+        self._stopped = False
 
     def alone(self, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return ``work()`` of this rank, or ``otherwise()`` if this or earlier work failed."""
+        """Return ``work()`` of this rank, or ``otherwise()`` if this or earlier work failed.
+
+        ``otherwise`` must not fail. Neither may be a collective.
+        """
         if self._error is None:
             try:
                 return work()
@@ -163,4 +193,21 @@ class InStep:
     def meet(self) -> None:
         """Raise on every rank if something failed on one. A collective."""
         if not self._layers.agree(self._error is None):
+            self._stopped = True
             raise self._error or KVCoreError("another rank failed in this blend")
+
+    @contextmanager
+    def lasting(self) -> Iterator[None]:
+        """Pass on an error of which all ranks know, or that concerns only this rank.
+
+        Raises RankLostError for any other one.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._stopped or not self._layers.collective:
+                raise
+            raise RankLostError(
+                f"this rank failed in a blend ({type(error).__name__}: {error}) while other ranks "
+                "may wait for it in a collective; the engine must be restarted"
+            ) from error

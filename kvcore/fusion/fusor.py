@@ -18,19 +18,23 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.attend import Attention, look_rows
+from kvcore.fusion.attend import Attention, Look, look_of, look_rows
+from kvcore.fusion.candidates import LayerCandidates
 from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer, Pieces
-from kvcore.fusion.gate import Gate, GateMonitor, Verdict
-from kvcore.fusion.ops import FusionOps, TorchFusion
+from kvcore.fusion.gate import Gate, GateMonitor, Verdict, values_off
+from kvcore.fusion.ops import FusionOps, Kept, TorchFusion
 from kvcore.fusion.plan import LayerKV
-from kvcore.fusion.select import Budget, Candidates, Selector, narrow
+from kvcore.fusion.rows import OnDevice, Rows, upload_rows
+from kvcore.fusion.select import Budget, Measure, Selector, rows_kept
 from kvcore.telemetry.timeline import Tracer
 
 __all__ = ["BlendJob", "BlendOutcome", "Fusor", "LayerTiming", "Placed"]
@@ -58,7 +62,7 @@ class Placed(ABC):
 
 @dataclass(frozen=True)
 class BlendJob:
-    """One prompt to blend.
+    """One prompt to blend, described on the host. All tensors are on the CPU.
 
     Args:
         tokens: [n] int64, the prompt including the question.
@@ -67,6 +71,7 @@ class BlendJob:
         chunks: [c] int64 ascending, the positions in [exact, stop) that have cached KV. The other
             positions there are fresh.
         offsets: [c] int64, the index of each of these positions in its chunk.
+        device: where the KV is.
     """
 
     tokens: Tensor
@@ -74,6 +79,7 @@ class BlendJob:
     stop: int
     chunks: Tensor
     offsets: Tensor
+    device: torch.device = torch.device("cpu")
 
     def __post_init__(self) -> None:
         if not 0 <= self.exact < self.stop <= len(self.tokens):
@@ -89,20 +95,19 @@ class BlendJob:
                 "offset for each row, and only rows inside"
             )
 
-    @property
-    def rows(self) -> Tensor:
-        """Positions [exact, stop)."""
-        return torch.arange(self.exact, self.stop, device=self.tokens.device)
+    @cached_property
+    def on_device(self) -> OnDevice:
+        """The job on its device. The first use uploads it."""
+        return upload_rows(
+            self.tokens, self.exact, self.stop, self.chunks, self.offsets, self.device
+        )
 
-    @property
-    def fresh(self) -> Tensor:
-        """Positions in [exact, stop) without cached KV, ascending."""
-        return self.rows[~torch.isin(self.rows, self.chunks)]
-
-    @property
-    def question(self) -> Tensor:
-        """Positions [stop, n)."""
-        return torch.arange(self.stop, len(self.tokens), device=self.tokens.device)
+    @cached_property
+    def look(self) -> list[int]:
+        """Positions of the fresh rows and of the question, ascending."""
+        cached = set(self.chunks.tolist())
+        fresh = [row for row in range(self.exact, self.stop) if row not in cached]
+        return fresh + list(range(self.stop, len(self.tokens)))
 
 
 class LayerTiming(NamedTuple):
@@ -139,8 +144,9 @@ class _StartOver(Exception):
 class _RunAgain(Exception):
     """Raised to run the layer again with fewer rows."""
 
-    def __init__(self, going: Tensor) -> None:
-        self.going = going
+
+class _ScoresWanted(Exception):
+    """Raised if a budget depends on scores."""
 
 
 class Fusor:
@@ -169,21 +175,25 @@ class Fusor:
     ) -> BlendOutcome:
         """Make KV for positions [exact, stop) and write it. Blocks. See the module's diagram.
 
-        A ``gate`` may start the walk over with a larger ratio, after it has seen the error.
+        A ``gate`` may start the walk over with a larger ratio, after it has seen the error. The
+        host waits for the device once for each decision of a gate or of a `Threshold`, and else
+        never. If several ranks blend together, an error on one of them stops all; see `InStep`.
         """
         outcome = BlendOutcome()
         reuse = budget.is_reuse
         question = None
-        if selector.needs_question and not reuse:
-            started = time.monotonic()
-            question = self.look(job, placed, selector.sharpness)
-            outcome.look_s = time.monotonic() - started
-        walk = _Walk(self._pieces, self.ops, job, placed, selector, budget, question)
-        walk.watch(gate if len(job.chunks) and not reuse else None)
-        while not self._walked(walk, job.fresh if reuse else job.rows, outcome):
-            outcome.abandoned += outcome.layers
-            outcome.layers = []
-        walk.step.meet()
+        step = InStep(self.layers)
+        with step.lasting():
+            if selector.needs_question and not reuse:
+                started = time.monotonic()
+                question = self._look(step, job, placed, selector.sharpness)
+                outcome.look_s = time.monotonic() - started
+            walk = _Walk(self._pieces, self.ops, job, placed, selector, budget, question, step)
+            walk.watch(gate if len(job.chunks) and not reuse else None)
+            while not self._walked(walk, reuse, outcome):
+                outcome.abandoned += outcome.layers
+                outcome.layers = []
+            step.meet()
         outcome.verdicts = walk.verdicts
         return outcome
 
@@ -214,9 +224,9 @@ class Fusor:
             state = self._pieces.run(layer, rows, state, attend)
         return state
 
-    def _walked(self, walk: _Walk, rows: Tensor, outcome: BlendOutcome) -> bool:
+    def _walked(self, walk: _Walk, reuse: bool, outcome: BlendOutcome) -> bool:
         """Walk through all layers. Return False if the gate wants to start over."""
-        state = self._pieces.embed(walk.job.tokens[rows])
+        rows, state = walk.start(reuse)
         for layer in range(self.layers.layers):
             try:
                 rows, state, timing = walk.layer(layer, rows, state)
@@ -228,7 +238,7 @@ class Fusor:
             landed = stop - timing.compute_s
             self.tracer.span("wait", f"layer {layer}", landed - timing.wait_s, landed)
             self.tracer.span("recompute", f"layer {layer}", landed, stop, rows=timing.rows)
-        outcome.chosen = rows[torch.isin(rows, walk.job.chunks)]
+        outcome.chosen = rows.places
         return True
 
     @torch.inference_mode()
@@ -239,13 +249,22 @@ class Fusor:
         rows are run. The question is the rows from ``stop`` on, or all fresh rows if the prompt
         ends at ``stop``. A collective; blocks.
         """
-        rows = torch.cat([job.fresh, job.question])
-        asking = rows >= job.stop if len(job.question) else torch.ones_like(rows, dtype=torch.bool)
-        mass = torch.zeros(len(job.tokens), device=job.tokens.device)
-        if not len(rows):
-            return mass
         step = InStep(self.layers)
-        state = self._pieces.embed(job.tokens[rows])
+        with step.lasting():
+            return self._look(step, job, placed, sharpness)
+
+    def _look(self, step: InStep, job: BlendJob, placed: Placed, sharpness: float) -> Tensor:
+        known, rows = job.look, job.on_device.look
+        count = len(job.tokens)
+        mass = torch.zeros(count, device=rows.device)
+        if not known:
+            return mass
+        asks = count - job.stop or len(known)
+        looks = {
+            piece.start: look_of(rows[piece], known[piece], max(len(known) - asks - piece.start, 0))
+            for piece in self._pieces.of(len(known))
+        }
+        state = _embedded(step, self._pieces, job, rows)
         for layer in range(self.layers.layers):
             started = time.monotonic()
             kv, attention = _landed(step, placed, layer), self.layers.attention[layer]
@@ -262,24 +281,33 @@ class Fusor:
                 attention: Attention = attention,
                 interest: list[Tensor] = interest,
             ) -> Tensor:
-                if not interest:
-                    interest.append(torch.zeros(q.shape[1], len(mass), device=q.device))
-                own = rows[piece]
+                look: Look = looks[piece.start]
 
                 def looked() -> Tensor:
-                    self.ops.merge(kv, own, LayerKV(k, v))
-                    return look_rows(
-                        q, own, kv.keys, kv.values, attention, asking[piece], interest[0]
-                    )
+                    if not interest:
+                        interest.append(torch.zeros(q.shape[1], len(mass), device=q.device))
+                    self.ops.merge(kv, look.positions, LayerKV(k, v))
+                    return look_rows(q, look, kv.keys, kv.values, attention, interest[0])
 
                 return step.alone(looked, lambda: _zeros(q, v))
 
+            def seen(interest: list[Tensor] = interest) -> None:
+                mass.add_(interest[0].pow_(sharpness).sum(dim=0))
+
             state = self._pieces.run(layer, rows, state, attend)
-            mass.add_(interest[0].pow_(sharpness).sum(dim=0))
+            step.alone(seen, lambda: None)
             now = time.monotonic()
             self.tracer.span("look", f"layer {layer}", landed, now, rows=len(rows))
         step.meet()
         return self.layers.reduce(mass)
+
+
+def _embedded(step: InStep, pieces: Pieces, job: BlendJob, rows: Tensor) -> HiddenState:
+    """Return the input of layer 0 once every rank can compute it. A collective."""
+    tokens = step.alone(lambda: job.on_device.tokens.index_select(0, rows), lambda: None)
+    step.meet()
+    assert tokens is not None
+    return pieces.embed(tokens)
 
 
 def _landed(step: InStep, placed: Placed, layer: int) -> LayerKV:
@@ -307,6 +335,7 @@ class _Walk:
         selector: Selector,
         budget: Budget,
         question: Tensor | None,
+        step: InStep,
     ) -> None:
         self.layers = pieces.layers
         self.pieces = pieces
@@ -316,12 +345,8 @@ class _Walk:
         self.selector = selector
         self.budget = budget
         self.question = question
-        self.offset_of = torch.zeros(len(job.tokens), dtype=torch.int64, device=job.tokens.device)
-        self.offset_of[job.chunks] = job.offsets
-        self.is_chunk = torch.zeros(len(job.tokens), dtype=torch.bool, device=job.tokens.device)
-        self.is_chunk[job.chunks] = True
         self.verdicts: list[Verdict] = []
-        self.step = InStep(pieces.layers)
+        self.step = step
         self._watch: GateMonitor | None = None
 
     def watch(self, gate: Gate | None) -> None:
@@ -330,88 +355,83 @@ class _Walk:
         if gate is not None:
             self._watch = GateMonitor(gate, self.budget, self.layers.layers)
 
-    def _judge(self, candidates: Candidates) -> None:
-        """Show the gate a layer. Raises _StartOver if it wants rows that have left already."""
-        watch = self._watch
-        if watch is None:
-            return
-        over = watch.see(candidates)
-        if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
-            self.verdicts.append(watch.verdict)
-        if over:
-            self.budget = watch.budget
-            self.watch(watch.next_gate)
-            raise _StartOver
+    def start(self, reuse: bool) -> tuple[Rows, HiddenState]:
+        """Return the rows of layer 0 and their embedding. A collective."""
+        job = self.job.on_device
+        rows = job.fresh if reuse else job.every
+        return rows, _embedded(self.step, self.pieces, self.job, rows.positions)
 
     def layer(
-        self, layer: int, rows: Tensor, state: HiddenState
-    ) -> tuple[Tensor, HiddenState, LayerTiming]:
+        self, layer: int, rows: Rows, state: HiddenState
+    ) -> tuple[Rows, HiddenState, LayerTiming]:
         """Run one layer over ``rows``. Return the rows and the state that the next layer gets."""
         started = time.monotonic()
         kv = _landed(self.step, self.placed, layer)
         landed = time.monotonic()
-        if not len(rows):  # pure reuse without a gap, so there is nothing to compute
+        count = len(rows)
+        if not count:  # pure reuse without a gap, so there is nothing to compute
             self.step.alone(lambda: self.placed.write(layer, kv), lambda: None)
-            return rows, state, LayerTiming(landed - started, time.monotonic() - landed, 0)
-        if len(self.pieces.of(len(rows))) > 1:
-            going, state = self._in_pieces(layer, rows, state, kv)
+        elif self.layers.max_rows is not None and count > self.layers.max_rows:
+            rows, state = self._in_pieces(layer, rows, state, kv)
         else:
-            going, state = self._at_once(layer, rows, state, kv)
-        timing = LayerTiming(landed - started, time.monotonic() - landed, len(rows))
-        return rows[going], state, timing
+            rows, state = self._at_once(layer, rows, state, kv)
+        timing = LayerTiming(landed - started, time.monotonic() - landed, count)
+        return rows, state, timing
 
     def _at_once(
-        self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
-    ) -> tuple[Tensor, HiddenState]:
-        """Run a layer in one call. Return which rows are kept, [rows] bool, and their state."""
+        self, layer: int, rows: Rows, state: HiddenState, kv: LayerKV
+    ) -> tuple[Rows, HiddenState]:
+        """Run a layer in one call. Return the rows that are kept, and their state."""
         attention = self.layers.attention[layer]
         last = layer == self.layers.layers - 1
-        going = torch.empty(0)
+        kept: Kept | None = None
         # Rows may leave at this layer. It may then run again from the state it began with.
-        given = state.copy() if layer + 1 >= self.budget.full_layers and not last else state
+        given = state if last or not self._may_run_again(layer, rows) else self._copy(state)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            nonlocal going
-            going = self.going(layer, rows, k, v, kv)
+            nonlocal kept
+            kept = self._narrowed(layer, rows, LayerKV(k, v), kv)
             self._merge(layer, rows, LayerKV(k, v), kv)
             if last:
                 raise LeaveLayer
-            if int(going.sum()) < WORTH_A_SECOND_RUN * len(rows):
-                raise _RunAgain(going)
-            return self._attend(q, rows, kv, attention)
+            if kept is not None and len(kept.going) < WORTH_A_SECOND_RUN * len(rows):
+                raise _RunAgain
+            return self._attend(q, rows.positions, kv, attention)
 
         try:
-            state = self.layers.run(layer, rows, state, attend).of(going)
+            state = self._of(self.layers.run(layer, rows.positions, state, attend), kept)
         except LeaveLayer:  # no layer follows
             pass
-        except _RunAgain as fewer:
-            state = self._again(layer, rows[fewer.going], given.of(fewer.going), kv)
-        return going, state
+        except _RunAgain:
+            assert kept is not None
+            state = self._again(layer, kept.rows.positions, self._of(given, kept), kv)
+        return rows if kept is None else kept.rows, state
 
     def _in_pieces(
-        self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV
-    ) -> tuple[Tensor, HiddenState]:
+        self, layer: int, rows: Rows, state: HiddenState, kv: LayerKV
+    ) -> tuple[Rows, HiddenState]:
         """Do `_at_once` for more rows than fit a call: K and V of all rows first, then the rest."""
-        new = self.pieces.project(layer, rows, state)
-        going = self.going(layer, rows, new.keys, new.values, kv)
+        new = self.pieces.project(layer, rows.positions, state)
+        kept = self._narrowed(layer, rows, new, kv)
         self._merge(layer, rows, new, kv)
+        going = rows if kept is None else kept.rows
         if layer < self.layers.layers - 1:
-            state = self._again(layer, rows[going], state.of(going), kv)
+            state = self._again(layer, going.positions, self._of(state, kept), kv)
         return going, state
 
-    def _again(self, layer: int, rows: Tensor, state: HiddenState, kv: LayerKV) -> HiddenState:
+    def _again(self, layer: int, positions: Tensor, state: HiddenState, kv: LayerKV) -> HiddenState:
         attention = self.layers.attention[layer]
-        if not len(rows):
+        if not len(positions):
             return state
 
         def attend(piece: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(q, rows[piece], kv, attention)
+            return self._attend(q, positions[piece], kv, attention)
 
-        return self.pieces.run(layer, rows, state, attend)
+        return self.pieces.run(layer, positions, state, attend)
 
-    def _merge(self, layer: int, rows: Tensor, new: LayerKV, kv: LayerKV) -> None:
+    def _merge(self, layer: int, rows: Rows, new: LayerKV, kv: LayerKV) -> None:
         def merged() -> None:
-            self.ops.merge(kv, rows, new)
+            self.ops.merge(kv, rows.positions, new)
             self.placed.write(layer, kv)
 
         self.step.alone(merged, lambda: None)
@@ -421,29 +441,83 @@ class _Walk:
             lambda: self.ops.attend(q, rows, kv, attention), lambda: _zeros(q, kv.values)
         )
 
-    def going(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor, kv: LayerKV) -> Tensor:
-        """Return which rows the next layer computes too: [rows] bool."""
-        candidate = self.is_chunk[rows]
-        chunk_rows = rows[candidate]
-        candidates = Candidates(
-            layer,
-            chunk_rows,
-            keys[candidate],
-            values[candidate],
-            kv.keys[chunk_rows],
-            kv.values[chunk_rows],
-            self.offset_of[chunk_rows],
-            None if self.question is None else self.question[chunk_rows],
-            self.layers.reduce,
-            self.ops.deviation,
-        )
-        self._judge(candidates)
-        kept = narrow(
-            self.selector,
+    def _copy(self, state: HiddenState) -> HiddenState:
+        return self.step.alone(state.copy, lambda: state)
+
+    def _of(self, state: HiddenState, kept: Kept | None) -> HiddenState:
+        """Return the state of the rows that are kept."""
+        if kept is None:
+            return state
+        going = kept.going
+        return self.step.alone(lambda: state.of(going), lambda: state.of(slice(0, len(going))))
+
+    # -- which rows go on -------------------------------------------------------------------
+
+    def _count(self, layer: int, rows: Rows, scores: Callable[[], Tensor]) -> int:
+        return rows_kept(
             self.budget,
-            candidates,
+            layer,
             self.layers.layers,
             len(self.job.chunks),
-            self.ops.keep_top,
+            len(rows.chunk),
+            scores,
         )
-        return ~candidate | torch.isin(rows, kept)
+
+    def _known_count(self, layer: int, rows: Rows) -> int | None:
+        """Return how many chunk rows go on; None if that depends on their scores."""
+
+        def wanted() -> Tensor:
+            raise _ScoresWanted
+
+        try:
+            return self._count(layer, rows, wanted)
+        except _ScoresWanted:
+            return None
+
+    def _may_run_again(self, layer: int, rows: Rows) -> bool:
+        count = self._known_count(layer, rows)
+        left = 0 if count is None else count
+        return len(rows) - len(rows.chunk) + left < WORTH_A_SECOND_RUN * len(rows)
+
+    def _narrowed(self, layer: int, rows: Rows, new: LayerKV, kv: LayerKV) -> Kept | None:
+        """Return the rows that the next layer computes too; None if all. A collective."""
+        job = self.job.on_device
+        candidates = LayerCandidates(
+            layer, rows, new, kv, job.offset_of, self.question, self.layers, self.ops, self.step
+        )
+        self._judge(candidates)
+        count = self._known_count(layer, rows)
+        if count is None:
+            count = self._count(layer, rows, lambda: self._agreed(candidates))
+        if count == len(rows.chunk):
+            return None
+        scores = candidates.scored(self.selector)
+        size, left = count, len(rows) - len(rows.chunk) + count
+
+        def failed() -> Kept:
+            some = Rows(rows.positions[:left], rows.chunk[:size], rows.places[:size])
+            return Kept(some, rows.positions[:left])
+
+        return self.step.alone(lambda: self.ops.keep(rows, job.offset_of, scores, size), failed)
+
+    def _agreed(self, candidates: LayerCandidates) -> Tensor:
+        """Return scores that all ranks have, because the number of rows depends on them."""
+        scores = candidates.scored(self.selector)
+        self.step.meet()
+        return scores
+
+    def _judge(self, candidates: LayerCandidates) -> None:
+        """Show the gate a layer. Raises _StartOver if it wants rows that have left already."""
+        watch = self._watch
+        if watch is None or not watch.observes(candidates.layer) or not len(candidates):
+            return
+        candidates.take((Measure.VALUE_SIZE, Measure.VALUE))
+        off = self.step.alone(lambda: values_off(candidates), lambda: 0.0)
+        self.step.meet()  # whether the walk starts over is decided alike on all ranks
+        over = watch.judge(off)
+        if watch.verdict is not None and watch.verdict not in self.verdicts[-1:]:
+            self.verdicts.append(watch.verdict)
+        if over:
+            self.budget = watch.budget
+            self.watch(watch.next_gate)
+            raise _StartOver

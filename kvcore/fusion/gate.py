@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from kvcore.errors import ConfigError
-from kvcore.fusion.select import Budget, Candidates, Ratio, deviation
+from kvcore.fusion.select import Budget, Candidates, Measure, Ratio
 
 __all__ = ["Gate", "GateAction", "GateMonitor", "Observed", "Verdict", "values_off"]
 
@@ -115,9 +115,7 @@ def values_off(candidates: Candidates) -> float:
     0 is exact, and 1 is as wrong as zeros would be. Performs two reductions over ranks, and waits
     for the device.
     """
-    size = candidates.reduce(
-        deviation(candidates.values, torch.zeros_like(candidates.values))
-    ).sum()
+    size = candidates.measure(Measure.VALUE_SIZE).sum()
     return float(candidates.value_deviation.sum() / size.clamp_min(torch.finfo(size.dtype).tiny))
 
 
@@ -149,16 +147,25 @@ class GateMonitor:
         full = self.verdict is not None and self.verdict.action is GateAction.FULL
         return None if full else self.gate
 
-    def see(self, candidates: Candidates) -> bool:
+    def observes(self, layer: int) -> bool:
+        """Return True if the gate observes the rows that are computed at ``layer``."""
+        return layer == self._layer
+
+    def judge(self, off: float) -> bool:
         """Return True if the walk must start over with `budget`, which has then been updated.
+
+        ``off`` is `values_off` of the rows at the observed layer.
+        """
+        verdict = self.gate.judge(Observed(self._layer, self.budget.ratio, off))
+        self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
+        return verdict.action is not GateAction.GO_ON
+
+    def see(self, candidates: Candidates) -> bool:
+        """Judge the rows of a layer, if it is the observed one.
 
         Every rank must call this at every layer with the rows computed there. Only the observed
         layer has a cost.
         """
-        if candidates.layer != self._layer or not len(candidates.rows):
+        if not self.observes(candidates.layer) or not len(candidates.rows):
             return False
-        verdict = self.gate.judge(
-            Observed(candidates.layer, self.budget.ratio, values_off(candidates))
-        )
-        self.verdict, self.budget = verdict, replace(self.budget, ratio=verdict.ratio)
-        return verdict.action is not GateAction.GO_ON
+        return self.judge(values_off(candidates))

@@ -23,6 +23,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError
+from kvcore.memory.device import device_of
 
 __all__ = [
     "BUILTIN_SELECTORS",
@@ -39,6 +41,7 @@ __all__ = [
     "HeadsToo",
     "KeyDeviation",
     "KeyValueDeviation",
+    "Measure",
     "QuestionAttention",
     "QuestionDeviation",
     "RandomRows",
@@ -52,6 +55,8 @@ __all__ = [
     "deviation",
     "keep_top",
     "narrow",
+    "rows_kept",
+    "smoothed",
 ]
 
 FIRST_TELLING_LAYER = 1
@@ -98,8 +103,28 @@ def keep_top(rows: Tensor, scores: Tensor, count: int) -> Tensor:
     return rows[order[:count].sort().values]
 
 
+def smoothed(rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
+    """Return each score averaged over the rows up to ``reach`` tokens away, in float32.
+
+    ``rows`` ascend and are below ``end``. Tokens that are not in ``rows`` count as zero.
+    """
+    line = torch.zeros(end, dtype=torch.float32, device=scores.device)
+    line.index_copy_(0, rows, scores.float())
+    mean = functional.avg_pool1d(line[None, None], 2 * reach + 1, 1, reach)
+    return mean[0, 0].index_select(0, rows)
+
+
 def _same(scores: Tensor) -> Tensor:
     return scores
+
+
+class Measure(str, Enum):
+    """A number for each candidate that is a sum over KV heads, and so over ranks."""
+
+    KEY = "deviation of K"
+    VALUE = "deviation of V"
+    KEY_SIZE = "square of the fresh K"
+    VALUE_SIZE = "square of the fresh V"
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,9 @@ class Candidates:
         reduce: sums [n] scores over tensor-parallel ranks. It is a collective: every rank must call
             it equally often.
         distance: computes `deviation` on the device of these rows.
+        smooth: computes `smoothed` on the device of these rows.
+        end: a number above every row, if the host knows one. Without it, the last row is read
+            where it is needed, which waits for the device.
     """
 
     layer: int
@@ -129,16 +157,42 @@ class Candidates:
     question: Tensor | None = None
     reduce: Callable[[Tensor], Tensor] = field(default=_same, repr=False)
     distance: Callable[[Tensor, Tensor], Tensor] = field(default=deviation, repr=False)
+    smooth: Callable[[Tensor, Tensor, int, int], Tensor] = field(default=smoothed, repr=False)
+    end: int | None = None
+
+    def __len__(self) -> int:
+        """The number of candidates."""
+        return len(self.rows)
+
+    def measure(self, what: Measure) -> Tensor:
+        """Return a measure [n] in float32, summed over the heads of all ranks. A collective."""
+        return self.reduce(self.local(what))
+
+    def local(self, what: Measure) -> Tensor:
+        """Return a measure [n] in float32, summed over the heads of this rank."""
+        if what is Measure.KEY:
+            return self.distance(self.keys, self.cached_keys)
+        if what is Measure.VALUE:
+            return self.distance(self.values, self.cached_values)
+        fresh = self.keys if what is Measure.KEY_SIZE else self.values
+        return deviation(fresh, torch.zeros_like(fresh))
 
     @property
     def key_deviation(self) -> Tensor:
         """K deviation [n], summed over the heads of all ranks. A collective."""
-        return self.reduce(self.distance(self.keys, self.cached_keys))
+        return self.measure(Measure.KEY)
 
     @property
     def value_deviation(self) -> Tensor:
         """V deviation [n], summed over the heads of all ranks. A collective."""
-        return self.reduce(self.distance(self.values, self.cached_values))
+        return self.measure(Measure.VALUE)
+
+    @property
+    def last(self) -> int:
+        """A number above every row."""
+        if self.end is not None:
+            return self.end
+        return int(self.rows[-1]) + 1 if len(self.rows) else 0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -255,6 +309,16 @@ class Selector(ABC):
     name: ClassVar[str]
 
     @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        """The measures that `score` reads, so that they are summed over ranks before it is called.
+
+        None means that they are not known. `score` then performs the sums itself, and an error in
+        it ends the engine if there are several ranks, because nobody knows which sums the other
+        ranks wait for.
+        """
+        return None
+
+    @property
     def needs_question(self) -> bool:
         """True if the question must run over the reused cache first, to see what it attends to."""
         return False
@@ -274,6 +338,10 @@ class KeyDeviation(Selector):
 
     name = "key"
 
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return (Measure.KEY,)
+
     def score(self, candidates: Candidates) -> Tensor:
         return candidates.key_deviation
 
@@ -283,6 +351,10 @@ class ValueDeviation(Selector):
 
     name = "value"
 
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return (Measure.VALUE,)
+
     def score(self, candidates: Candidates) -> Tensor:
         return candidates.value_deviation
 
@@ -291,6 +363,10 @@ class KeyValueDeviation(Selector):
     """The sum of K and V deviation, each in units of its mean over the candidates."""
 
     name = "key+value"
+
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return (Measure.KEY, Measure.VALUE)
 
     def score(self, candidates: Candidates) -> Tensor:
         key, value = candidates.key_deviation, candidates.value_deviation
@@ -303,8 +379,12 @@ class RelativeDeviation(Selector):
 
     name = "relative"
 
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return (Measure.KEY, Measure.KEY_SIZE)
+
     def score(self, candidates: Candidates) -> Tensor:
-        size = candidates.reduce(deviation(candidates.keys, torch.zeros_like(candidates.keys)))
+        size = candidates.measure(Measure.KEY_SIZE)
         return candidates.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
@@ -312,6 +392,10 @@ class ChunkHeads(Selector):
     """The first tokens of every chunk, which were computed as if a text began there."""
 
     name = "heads"
+
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return ()
 
     def score(self, candidates: Candidates) -> Tensor:
         return -candidates.offsets.float()
@@ -324,12 +408,15 @@ class RandomRows(Selector):
     name: ClassVar[str] = "random"
     seed: int = 0
 
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return ()
+
     def score(self, candidates: Candidates) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        everyone = torch.rand(
-            int(candidates.rows[-1]) + 1 if len(candidates.rows) else 0, generator=generator
-        )
-        return everyone.to(candidates.rows.device)[candidates.rows]
+        everyone = torch.rand(candidates.last, generator=generator).numpy()
+        there = device_of(candidates.rows.device).upload(everyone)
+        return there.index_select(0, candidates.rows)
 
 
 def _question(candidates: Candidates) -> Tensor:
@@ -349,6 +436,10 @@ class QuestionAttention(Selector):
     @property
     def needs_question(self) -> bool:
         return True
+
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return ()
 
     def score(self, candidates: Candidates) -> Tensor:
         return _question(candidates)
@@ -370,8 +461,13 @@ class QuestionDeviation(Selector):
     def sharpness(self) -> float:
         return self.sharp
 
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return (Measure.KEY,)
+
     def score(self, candidates: Candidates) -> Tensor:
-        return _question(candidates) * candidates.key_deviation.pow(self.power / 2)
+        off = candidates.key_deviation
+        return _question(candidates) * (off if self.power == 2 else off.pow(self.power / 2))
 
 
 @dataclass(frozen=True)
@@ -379,6 +475,10 @@ class _OfAnother(Selector):
     """A base for selectors that transform the scores of another one and share its needs."""
 
     inner: Selector
+
+    @property
+    def measures(self) -> tuple[Measure, ...] | None:
+        return self.inner.measures
 
     @property
     def needs_question(self) -> bool:
@@ -420,11 +520,7 @@ class Smoothed(_OfAnother):
         scores = self.inner.score(candidates).float()
         if not len(scores):
             return scores
-        line = scores.new_zeros(int(candidates.rows[-1]) + 1)
-        line[candidates.rows] = scores
-        window = 2 * self.reach + 1
-        mean = functional.avg_pool1d(line[None, None], window, 1, self.reach)
-        return mean[0, 0, candidates.rows]
+        return candidates.smooth(candidates.rows, scores, self.reach, candidates.last)
 
 
 def runs(reach: int = 2, power: float = 2.0, sharp: float = 2.0) -> Selector:
@@ -447,23 +543,33 @@ BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
 # the choice
 
 
-def narrow(
-    selector: Selector,
+def rows_kept(
     budget: Budget,
-    candidates: Candidates,
+    layer: int,
     layers: int,
     tokens: int,
-    keep: Callable[[Tensor, Tensor, int], Tensor] = keep_top,
+    there: int,
+    scores: Callable[[], Tensor],
+) -> int:
+    """Return how many of the ``there`` chunk rows at ``layer`` are computed at the next one.
+
+    ``tokens`` counts all tokens of the chunks, including those of rows that have left. ``scores``
+    is called only if the budget depends on them.
+    """
+    target = layer + 1
+    if target < budget.full_layers or target >= layers:
+        return there
+    return min(there, budget.rows_at(target, layers, tokens, scores))
+
+
+def narrow(
+    selector: Selector, budget: Budget, candidates: Candidates, layers: int, tokens: int
 ) -> Tensor:
     """Return the chunk rows to compute at the layer after that of ``candidates``, ascending.
 
     ``tokens`` counts all tokens of the chunks, including those of rows that have left. Scores are
-    computed only if rows must leave. No more than ``candidates.rows`` are kept. ``keep`` computes
-    `keep_top` on the device of these rows.
+    computed only if rows must leave. No more than ``candidates.rows`` are kept.
     """
-    target = candidates.layer + 1
-    if target < budget.full_layers or target >= layers:
-        return candidates.rows
     scores: list[Tensor] = []
 
     def scored() -> Tensor:
@@ -471,7 +577,6 @@ def narrow(
             scores.append(selector.score(candidates))
         return scores[0]
 
-    count = budget.rows_at(target, layers, tokens, scored)
-    if count >= len(candidates.rows):
-        return candidates.rows
-    return keep(candidates.rows, scored(), count)
+    there = len(candidates.rows)
+    count = rows_kept(budget, candidates.layer, layers, tokens, there, scored)
+    return candidates.rows if count == there else keep_top(candidates.rows, scored(), count)

@@ -11,10 +11,9 @@ with the same reports as any load, and layer i + 1 is loaded while layer i is co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kvcore.errors import LayoutError
 from kvcore.fusion.fusor import Placed
@@ -25,7 +24,7 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import Axis, DeviceGroup, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 
-__all__ = ["ChunkStaging", "Place", "PlacedChunks", "PrefixReader"]
+__all__ = ["ChunkStaging", "PagedPrefix", "Place", "PlacedChunks"]
 
 
 def _token_major(shape: BlockShape, layers: int, pages: int, page_tokens: int) -> KVLayout:
@@ -75,46 +74,35 @@ class ChunkStaging:
         return blocks * shape.nbytes
 
 
-class PrefixReader:
-    """Reads the exact prefix of a prompt from the engine's pages, one layer at a time.
+class PagedPrefix(NamedTuple):
+    """The exact prefix of a prompt: its first ``tokens`` tokens, in the engine's ``pages``.
 
-    ``view`` covers the engine's pages of all layers. ``pages`` are the prefix's pages in order.
+    ``view`` covers the engine's pages of all layers. ``pages`` are in order.
     """
 
-    def __init__(
-        self, ops: DeviceOps, view: KVView, shape: BlockShape, pages: Sequence[int], tokens: int
-    ) -> None:
-        _check_shape(shape)
-        page_tokens = view.layout.page_tokens
-        self._ops = ops
-        self._view = view
-        self._tokens = tokens
-        self._pages = np.asarray(pages, dtype=np.int64)[: -(-tokens // page_tokens)]
-        count = len(self._pages)
-        size = (2, count * page_tokens, shape.kv_heads, shape.head_dim)
-        device = view.tensors[0].device
-        self._scratch = torch.empty(size, dtype=getattr(torch, shape.dtype), device=device)
-        layout = _token_major(shape, 1, max(count, 1), page_tokens)
-        self._into = KVView(layout, [self._scratch])
+    view: KVView
+    pages: Sequence[int]
+    tokens: int
 
-    def read(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the prefix to the first rows of ``keys`` and ``values`` [tokens, kv_heads, dim]."""
-        if not len(self._pages):
-            return
-        everything = np.arange(len(self._pages), dtype=np.int64)
-        one = self._view.select_layers([layer])
-        self._ops.copy_blocks(one, self._pages, self._into, everything)
-        keys[: self._tokens] = self._scratch[0, : self._tokens]
-        values[: self._tokens] = self._scratch[1, : self._tokens]
+    @property
+    def places(self) -> list[Place]:
+        """The prefix page by page."""
+        size = self.view.layout.page_tokens
+        return [
+            Place(page * size, min(size, self.tokens - start), start, 0)
+            for page, start in zip(self.pages, range(0, self.tokens, size), strict=False)
+        ]
 
 
 class PlacedChunks(Placed):
     """The cached KV of a prompt of ``tokens`` tokens, from a staging and an exact prefix.
 
     ``ropes`` has one rope for each layer; None for a layer that does not rotate. ``landed(layer)``
-    blocks until the staging holds a layer. ``sink(layer, kv)`` receives merged KV. ``ops`` rotates
-    and places. If layers are read ``again``, the first read writes the rotated K back to the
-    staging.
+    blocks until the staging holds a layer. ``sink(layer, kv)`` receives merged KV. ``ops`` places
+    and rotates, and may copy by ``copies``. If layers are read ``again``, the first read may write
+    the rotated K back to the staging.
+
+    All that the blend needs on the device is allocated and sent there at construction.
     """
 
     def __init__(
@@ -123,44 +111,31 @@ class PlacedChunks(Placed):
         staging: ChunkStaging,
         places: Sequence[Place],
         ropes: Sequence[Rope | None],
-        prefix: PrefixReader,
+        prefix: PagedPrefix,
         landed: Callable[[int], None],
         sink: Callable[[int, LayerKV], None],
+        copies: DeviceOps,
         ops: FusionOps | None = None,
         again: bool = False,
     ) -> None:
-        self._tokens = tokens
-        self._staging = staging
-        self._places = places
-        self._ropes = ropes
-        self._prefix = prefix
         self._landed = landed
         self._sink = sink
-        self._ops = ops or TorchFusion()
-        self._again = again
-        self._turned: set[int] = set()
+        ops = ops or TorchFusion()
         staged = staging.tensor
         size = (tokens, *staged.shape[3:])
         # Zeros, because a NaN in a row that is not yet written would spread even through a mask.
-        self._kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
+        self._kv = kv = LayerKV(staged.new_zeros(size), staged.new_zeros(size))
+        still = [None] * len(ropes)
+        self._sources = [
+            ops.placing(prefix.view, kv, prefix.places, still, copies),
+            ops.placing(staging.groups[0].view, kv, places, ropes, copies, again=again),
+        ]
 
     def layer(self, layer: int) -> LayerKV:
         self._landed(layer)
-        kv = self._kv
-        self._prefix.read(layer, kv.keys, kv.values)
-        staged = LayerKV(*self._staging.tensor[layer])
-        turned = layer in self._turned
-        self._ops.place(staged, kv, self._places, None if turned else self._ropes[layer])
-        if self._again and not turned:
-            self._keep(staged, kv)
-            self._turned.add(layer)
-        return kv
-
-    def _keep(self, staged: LayerKV, kv: LayerKV) -> None:
-        for place in self._places:
-            if place.distance:
-                here = slice(place.first, place.first + place.length)
-                staged.keys[here] = kv.keys[place.position : place.position + place.length]
+        for source in self._sources:
+            source.place(layer)
+        return self._kv
 
     def write(self, layer: int, kv: LayerKV) -> None:
         self._sink(layer, kv)

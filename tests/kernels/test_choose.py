@@ -10,6 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
+from kvcore.fusion.ops import TorchFusion
+from kvcore.fusion.rows import Rows
 from kvcore_kernels.choose import launch, naive
 
 # Few values, so that many are equal, and all that sorting finds hard.
@@ -55,6 +57,25 @@ def test_lists_longer_than_a_block(size: int, dtype: torch.dtype) -> None:
     for count in (1, size // 7, size):
         ours = launch.keep_top(rows, scores, count)
         assert torch.equal(ours, naive.keep_top(rows, scores, count))
+
+
+@pytest.mark.parametrize("total", [1, 63, 9000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_highest_are_kept_among_rows_without_a_score(total: int, share: float) -> None:
+    """As by torch, also over several blocks."""
+    generator = torch.Generator().manual_seed(total)
+    positions = torch.arange(total) * 2 + 1
+    scored = torch.rand(total, generator=generator) < share
+    offset_of = torch.full((2 * total + 1,), -1)
+    offset_of[positions[scored]] = 0
+    scores = torch.randn(total, generator=generator)[scored].bfloat16().float()
+    chunk = scored.nonzero()[:, 0]
+    for count in {0, len(scores) // 7, len(scores)}:
+        rows = Rows(positions, chunk, positions[scored])
+        (wanted, index, places), going = TorchFusion().keep(rows, offset_of, scores, count)
+        found = launch.keep_rows(positions, offset_of, scores, count)
+        for ours, right in zip(found, (wanted, going, index, places), strict=True):
+            assert torch.equal(ours, right)
 
 
 @pytest.mark.parametrize("twin", [launch, naive])

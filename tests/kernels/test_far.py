@@ -20,15 +20,16 @@ from kvcore.memory.checksums import FIRST, KEY, SECOND
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
-from kvcore_kernels.attend.launch import attend_rows
+from kvcore_kernels.attend.launch import attend_parts, attend_rows
 from kvcore_kernels.copy.kernel import bounded_copy_kernel
 from kvcore_kernels.copy.launch import tile_for
-from kvcore_kernels.deviation.launch import deviations
+from kvcore_kernels.deviation.launch import deviations, parts_off
+from kvcore_kernels.fusion_rows import strided_rows
 from kvcore_kernels.merge.launch import merge_rows
 from kvcore_kernels.ops import KernelOps
 from kvcore_kernels.pack.launch import pack_blocks, unpack_blocks
 from kvcore_kernels.planes import Words, plane_table
-from kvcore_kernels.shift.launch import copy_shifted
+from kvcore_kernels.shift.launch import Shifts, copy_shifted
 from kvcore_kernels.sums.kernel import sum_kernel
 from kvcore_kernels.testing import arena_view, normal
 
@@ -84,6 +85,55 @@ def merge(view: KVView) -> None:
     merge_rows(rows(2), rows(2), view, 0, SLOTS)
 
 
+def tokens(view: KVView) -> tuple[Tensor, Tensor]:
+    """K and V as rows, whose second one is as far as the second page."""
+    plane = view.layout.planes[0][0]
+    k, v = (
+        view.tensors[0][part * DIM :].as_strided(
+            (2, 1, DIM), (plane.page, DIM, 1), view.tensors[0].storage_offset() + part * DIM
+        )
+        for part in range(2)
+    )
+    return k, v
+
+
+BOTH = torch.tensor([0, 1])
+
+
+def merge_far_rows(view: KVView) -> Tensor:
+    """The computed rows are far too."""
+    given = tokens(view)
+    for part in given:
+        part[0] = 3
+    into, second = pages(NEAR)
+    merge_rows(*given, into, 0, torch.tensor([TOKENS + 3, 2 * TOKENS - 1]))
+    return second.clone()
+
+
+def deviation_far_rows(view: KVView) -> Tensor:
+    """The computed rows are far, and then the cached ones."""
+    (k, _), near, last = tokens(view), rows(2), BOTH[1:]
+    fresh = parts_off([k], last, [strided_rows(near)], last, 1)
+    return torch.cat([fresh, parts_off([near], last, [strided_rows(k)], last, 1)])
+
+
+def attend_far_rows(view: KVView) -> Tensor:
+    """Queries, keys and values of the second row are far."""
+    k, v = tokens(view)
+    k[0], v[0] = 1, 2
+    return attend_parts(k, BOTH, k, v, 0.125, 0.0, 0)
+
+
+def shift_many(view: KVView) -> None:
+    """One launch of several, from a table of more planes than it writes."""
+    arena = normal(arena_view(BlockShape(2, 1, DIM, TOKENS, "bfloat16"), 1))
+    rope = Rope(DIM, DIM, Pairing.NEOX, 1e4)
+    Shifts(
+        arena, SLOT, plane_table(view, [0], 0), TOKENS, PAGES, [0, 1], TOKENS, HeadRange(0, 0, 1),
+        [rope, rope], np.array([5]), torch.device("cpu"),
+    ).launch(2)  # fmt: skip
+
+
 def shift(view: KVView) -> None:
     rope, arena = Rope(DIM, DIM, Pairing.NEOX, 1e4), normal(arena_view(SHAPE, 1))
     layers, heads = WHOLE
@@ -110,7 +160,22 @@ def unpack(view: KVView) -> None:
 
 @pytest.mark.parametrize(
     "do",
-    [gather, gather_few, scatter, scatter_few, attend, deviation, merge, shift, pack, unpack],
+    [
+        gather,
+        gather_few,
+        scatter,
+        scatter_few,
+        attend,
+        deviation,
+        merge,
+        shift,
+        pack,
+        unpack,
+        merge_far_rows,
+        deviation_far_rows,
+        attend_far_rows,
+        shift_many,
+    ],
 )
 def test_far_is_as_near(do: Callable[[KVView], Tensor | None]) -> None:
     (near, here), (far, there) = pages(NEAR), pages(FAR)

@@ -15,6 +15,9 @@ from kvcore.fusion.attend import Attention
 from kvcore.fusion.ops import Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Pairing, Rope
+from kvcore.fusion.rows import Rows
+from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.layout import KVView, sglang_layout
 from kvcore_kernels.fusion import TritonFusion
 from support.moved_kernels import assert_rotated
 
@@ -29,6 +32,10 @@ def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def kv_of(seed: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> LayerKV:
     """K and V as a staging has them: two parts of one tensor."""
     return LayerKV(*drawn(seed, 2, tokens, heads, dim, dtype=dtype))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def poisoned(kv: LayerKV) -> LayerKV:
@@ -61,8 +68,9 @@ def test_chunks_are_placed_at_any_token(
     staged, into = kv_of(1, max(here, 1), heads, 64, dtype), kv_of(2, there + 2, heads, 64, dtype)
     ours, right = poisoned(into), poisoned(into)
     before = LayerKV(*(part.clone() for part in staged))
-    TRITON.place(staged, ours, places, rope)
-    TORCH.place(staged, right, places, rope)
+    source = KVView(sglang_layout([staged.keys], [staged.values], 1, name_of(dtype)), [*staged])
+    for ops, target in ((TRITON, ours), (TORCH, right)):
+        ops.placing(source, target, places, [rope], ReferenceOps()).place(0)
     assert_rotated(ours, right)
     assert_equal(staged, before)
 
@@ -76,11 +84,21 @@ def test_rows_are_merged_measured_and_chosen(
     chosen = sorted(data.draw(st.sets(st.integers(0, tokens - 1), max_size=20)))
     rows = torch.tensor(chosen, dtype=torch.int64)
     cached, fresh = kv_of(1, tokens, heads, dim, dtype), kv_of(2, len(rows), heads, dim, dtype)
-    far = TRITON.deviation(fresh.keys, cached.keys[rows])
-    expected = TORCH.deviation(fresh.keys, cached.keys[rows])
+    some = torch.tensor([n for n in range(len(rows)) if data.draw(st.booleans())]).long()
+    far = TRITON.deviation(fresh.keys, some, cached.keys, rows[some])
+    expected = TORCH.deviation(fresh.keys, some, cached.keys, rows[some])
     torch.testing.assert_close(far, expected, rtol=1e-5, atol=1e-6)
-    count = data.draw(st.integers(0, len(rows) + 1))
-    assert torch.equal(TRITON.keep_top(rows, far, count), TORCH.keep_top(rows, far, count))
+    reach = data.draw(st.integers(0, 5))
+    smooth = TRITON.smooth(rows[some], far, reach, tokens)
+    assert torch.equal(smooth, TORCH.smooth(rows[some], far, reach, tokens))
+    offset_of = torch.full((tokens,), -1)
+    offset_of[rows[some]] = 0
+    count = data.draw(st.integers(0, len(some)))
+    args = Rows(rows, some, rows[some]), offset_of, far, count
+    kept, wanted = TRITON.keep(*args), TORCH.keep(*args)
+    assert torch.equal(kept.going, wanted.going)
+    for one, other in zip(kept.rows, wanted.rows, strict=True):
+        assert torch.equal(one, other)
     ours, right = (LayerKV(*(part.clone() for part in cached)) for _ in range(2))
     TRITON.merge(ours, rows, fresh)
     TORCH.merge(right, rows, fresh)
@@ -112,8 +130,9 @@ def test_rows_attend_as_in_torch(
 def test_what_kernels_do_not_serve_torch_does() -> None:
     """float64 has no kernel that rotates, measures or attends."""
     staged, into = kv_of(1, 5, 1, 16, torch.float64), kv_of(2, 5, 1, 16, torch.float64)
-    far = TRITON.deviation(staged.keys, into.keys)
-    assert torch.equal(far, TORCH.deviation(staged.keys, into.keys))
+    every = torch.arange(5)
+    far = TRITON.deviation(staged.keys, every, into.keys, every)
+    assert torch.equal(far, TORCH.deviation(staged.keys, every, into.keys, every))
     queries, positions = drawn(3, 2, 1, 16, dtype=torch.float64), torch.tensor([0, 4])
     out = TRITON.attend(queries, positions, into, Attention(0.25))
     assert torch.equal(out, TORCH.attend(queries, positions, into, Attention(0.25)))

@@ -12,6 +12,7 @@ from kvcore.memory.layout import KVView
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.deviation import launch as deviation
 from kvcore_kernels.deviation import naive as naive_deviation
+from kvcore_kernels.fusion_rows import check_count, strided_rows
 from kvcore_kernels.merge import launch as merge
 from kvcore_kernels.merge import naive as naive_merge
 from kvcore_kernels.testing import ENGINES, assert_same, normal, raw, slot_view, twin
@@ -39,7 +40,9 @@ def drawn(data: st.DataObject, dtypes: list[str]) -> tuple[KVView, torch.Tensor]
         block_tokens=16,
         dtype=data.draw(st.sampled_from(dtypes)),
     )
-    view = normal(ENGINES[data.draw(st.sampled_from(sorted(ENGINES)))](shape, 3, page))
+    view = normal(
+        ENGINES[data.draw(st.sampled_from(sorted({*ENGINES} - {"packed"})))](shape, 3, page)
+    )
     slots = data.draw(st.permutations(range(3 * page)))[: data.draw(st.integers(0, 40))]
     gone = data.draw(st.sets(st.integers(0, 40), max_size=3))
     kind = data.draw(st.sampled_from([torch.int32, torch.int64]))
@@ -70,6 +73,32 @@ def test_deviation_is_the_squared_distance(data: st.DataObject) -> None:
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert_same(view, before)
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_some_of_the_computed_rows_are_measured(data: st.DataObject) -> None:
+    """As a blend does: the chunk rows among all rows, against K indexed by position."""
+    cached, computed = (
+        torch.randn(30, 2, 64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)
+    )
+    which = torch.tensor(data.draw(st.lists(st.integers(0, 29), max_size=40)), dtype=torch.int64)
+    slots = torch.tensor([data.draw(st.integers(0, 29)) for _ in which], dtype=torch.int64)
+    found = deviation.parts_off([computed], which, [strided_rows(cached)], slots, 1)
+    right = (computed[which] - cached[slots]).square().sum(dim=(1, 2))
+    torch.testing.assert_close(found[0], right, rtol=1e-5, atol=1e-6)
+
+
+def test_packed_kv_is_refused() -> None:
+    view = normal(ENGINES["packed"](BlockShape(1, 1, 64, 16, "bfloat16"), 2, 32))
+    for call in (merge.merge_rows, deviation.deviations):
+        with pytest.raises(UnsupportedError, match="packed KV"):
+            call(*fresh(view, 2), view, 0, torch.tensor([0, 1]))  # type: ignore[operator]
+
+
+def test_more_rows_than_a_launch_counts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="2147483648 rows in one call"):
+        check_count(1 << 31)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 500])

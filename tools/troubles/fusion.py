@@ -26,6 +26,32 @@ FUSION = [
         REPORT,
     ),
     Trouble(
+        "blend cannot begin, computing instead request=%s",
+        "A rank lacks memory for the blend. The request is computed in full.",
+        "Lower `fusion.staging_max`, or the device memory that the engine takes.",
+    ),
+    Trouble(
+        "chunks could not be copied request=%s",
+        "The request is computed in full.",
+        REPORT,
+    ),
+    Trouble(
+        "chunks did not arrive request=%s",
+        "The request is computed in full.",
+        REPORT,
+    ),
+    Trouble(
+        "this rank is out of step with the others: the engine must end",
+        "The engine's own layer, or a sum over ranks, failed on this rank in the middle of a blend. "
+        "The other ranks may wait for it in any collective, so the engine ends.",
+        "Restart the engine. If memory ran out, lower the device memory that the engine takes.",
+    ),
+    Trouble(
+        "the operations of blends could not be compiled yet",
+        "The first blends wait for the compiler.",
+        REPORT,
+    ),
+    Trouble(
         "no memory for the chunks of request=%s: %s",
         "The request is computed in full.",
         "Lower `fusion.staging_max`, or the device memory that the engine takes.",

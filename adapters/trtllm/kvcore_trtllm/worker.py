@@ -20,7 +20,7 @@ from kvcore.connector.fusion_worker import PromisedFusionWorker
 from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
-from kvcore.errors import TransferError
+from kvcore.errors import RankLostError, TransferError
 from kvcore.memory.device import Event, Stream
 from kvcore.telemetry.metrics import Data
 from kvcore.transfer.graph import OpReport, TransferGraph
@@ -198,6 +198,8 @@ class WorkerConnector(StepWorker[int]):
         self._begin_blends(self.blends, plan.blends)
         try:
             self.blends.carry_out(self._arrived)
+        except RankLostError:
+            raise
         except TransferError as error:
             plan.broken = plan.broken or str(error)
         self._chunks.clear()

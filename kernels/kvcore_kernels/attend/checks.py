@@ -19,7 +19,7 @@ def check_rows(
     positions: torch.Tensor,
     view: KVView,
     layer: int,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     soft_cap: float,
     window: int,
     latent_dim: int,
@@ -39,10 +39,15 @@ def check_rows(
         )
     if plane.head_dim < MIN_DIM:
         raise UnsupportedError(f"keys of dim {plane.head_dim}; supported is {MIN_DIM} or more")
-    if positions.shape != queries.shape[:1] or page_table.dim() != 1:
+    if page_table is None and layout.page_tokens != 1:
         raise LayoutError(
-            f"positions of {tuple(positions.shape)} and a page table of "
-            f"{tuple(page_table.shape)} for {len(queries)} rows: give one position for each row "
+            f"pages of {layout.page_tokens} tokens without a page table: give one; only pages of "
+            "one token need none"
+        )
+    table = (layout.num_pages,) if page_table is None else tuple(page_table.shape)
+    if positions.shape != queries.shape[:1] or len(table) != 1:
+        raise LayoutError(
+            f"positions of {tuple(positions.shape)} and a page table of {table} for {len(queries)} rows: give one position for each row "
             "and a flat page table"
         )
     if queries.dtype not in DTYPES or view.tensors[plane.tensor].dtype != queries.dtype:

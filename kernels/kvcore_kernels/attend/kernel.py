@@ -38,12 +38,15 @@ def _visible(s, n, at, there, last, smallest, WINDOW: tl.constexpr):
     return s, used
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "tokens", "scale", "soft_cap"],
+    do_not_specialize_on_alignment=["positions", "page_table"],
+)
 def attend_kernel(
     queries,  # [rows, q_heads, head_dim]
     out,  # [rows, q_heads, v_dim], contiguous
     positions,  # [rows]
-    page_table,  # [pages]
+    page_table,  # [pages]; not read if PAGE is 0
     keys,  # the plane's memory from its first element
     values,
     k_page,  # strides as in kvcore.memory.layout.Plane; _run is an axis's inner stride
@@ -58,12 +61,12 @@ def attend_kernel(
     v_token_run,
     v_dim,
     v_dim_run,
-    rows,
-    tokens,
+    rows: tl.int32,
+    tokens: tl.int32,
     query_row,
     query_head,
-    scale,
-    soft_cap,
+    scale: tl.float32,
+    soft_cap: tl.float32,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -133,9 +136,12 @@ def attend_kernel(
     for start in range(first // N * N, largest + 1, N):
         n = start + tl.arange(0, N)
         there = (n >= first) & (n <= largest)
-        page = tl.load(page_table + n // PAGE, mask=there, other=0).to(tl.int64)
-        slot = n % PAGE
-        k_row = page * k_page + _axis(slot, k_token, K_TOKEN_RUN, k_token_run)
+        if PAGE:
+            page = tl.load(page_table + n // PAGE, mask=there, other=0).to(tl.int64)
+            slot = n % PAGE
+            k_row = page * k_page + _axis(slot, k_token, K_TOKEN_RUN, k_token_run)
+        else:
+            k_row = n.to(tl.int64) * k_page
         k = tl.load(k_base + k_row[:, None] + k_main[None, :], mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_TAIL:
@@ -157,7 +163,10 @@ def attend_kernel(
             if WINDOW:
                 v = tl.where(used[:, None], v, 0.0)
         else:
-            v_row = page * v_page + _axis(slot, v_token, V_TOKEN_RUN, v_token_run)
+            if PAGE:
+                v_row = page * v_page + _axis(slot, v_token, V_TOKEN_RUN, v_token_run)
+            else:
+                v_row = n.to(tl.int64) * v_page
             v_mask = used[:, None] & (v_dims < V_DIM)[None, :]
             v = tl.load(v_base + v_row[:, None] + v_main[None, :], mask=v_mask, other=0.0)
         result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")

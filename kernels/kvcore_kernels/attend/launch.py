@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from kvcore_kernels.attend.checks import MIN_DIM, check_rows
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.planes import guard, power_of_two
 
-__all__ = ["AttendTile", "attend_rows", "constants", "tile_for"]
+__all__ = ["AttendTile", "attend_parts", "attend_rows", "constants", "tile_for"]
 
 
 class AttendTile(NamedTuple):
@@ -32,7 +33,7 @@ def attend_rows(
     positions: torch.Tensor,
     view: KVView,
     layer: int,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     *,
     scale: float,
     soft_cap: float = 0.0,
@@ -43,7 +44,7 @@ def attend_rows(
 
     ``queries`` is ``[rows, q_heads, head_dim]``. ``positions`` has the true position of each row.
     ``page_table`` has the request's pages in order (int32 or int64): token t is in page
-    ``page_table[t // page_tokens]``. The row at position p sees keys 0..p, or the last ``window``
+    ``page_table[t // page_tokens]``. None is for pages of one token, and means page t. The row at position p sees keys 0..p, or the last ``window``
     of them. All of these must be written and finite. Pages between the windows of two rows may
     have any content, but must be valid pages. Rows may be in any order; sorted rows are fast,
     because their tiles span few positions. ``latent_dim`` is for MLA with absorbed weights: K is
@@ -57,27 +58,83 @@ def attend_rows(
     check_rows(queries, positions, view, layer, page_table, soft_cap, window, latent_dim)
     planes = view.layout.planes[layer]
     key, value = planes[0], planes[-1]
-    v_dim = latent_dim or value.head_dim
-    out = queries.new_empty(*queries.shape[:2], v_dim)
-    if not len(queries):
-        return out
-    heads = view.layout.kv_heads
-    tile, fixed = constants(
-        queries.shape[1] // heads, view.layout.page_tokens, key, value, v_dim,
-        latent=bool(latent_dim), window=window, capped=soft_cap > 0,
-        full=queries.dtype == torch.float32,
+    heads, page_tokens = view.layout.kv_heads, view.layout.page_tokens
+    return _launch(
+        queries, positions, _base(view, key), _base(view, value), key, value, heads,
+        page_table, page_tokens,
+        (view.layout.num_pages if page_table is None else len(page_table)) * page_tokens,
+        scale, soft_cap, window, latent_dim,
     )  # fmt: skip
+
+
+def attend_parts(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    window: int,
+) -> torch.Tensor:
+    """Compute `attend_rows` over K and V ``[tokens, kv_heads, dim]``, without checks."""
+    return _launch(
+        queries, positions, keys, values, _plane(*keys.stride(), keys.shape[2]),
+        _plane(*values.stride(), values.shape[2]), keys.shape[1], None, 1, len(keys),
+        scale, soft_cap, window, 0,
+    )  # fmt: skip
+
+
+@cache
+def _plane(token: int, head: int, dim: int, size: int) -> Plane:
+    return Plane(0, 0, token, head, Axis(token), Axis(dim), size)
+
+
+def _launch(
+    queries: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key: Plane,
+    value: Plane,
+    heads: int,
+    page_table: torch.Tensor | None,
+    page_tokens: int,
+    tokens: int,
+    scale: float,
+    soft_cap: float,
+    window: int,
+    latent_dim: int,
+) -> torch.Tensor:
+    rows, query_heads, _ = queries.shape
+    v_dim = latent_dim or value.head_dim
+    out = queries.new_empty(rows, query_heads, v_dim)
+    if not rows:
+        return out
+    tile, fixed, strides = _build(
+        query_heads // heads, 0 if page_table is None else page_tokens, key, value, v_dim,
+        bool(latent_dim), window, soft_cap > 0, queries.dtype == torch.float32,
+    )  # fmt: skip
+    group = fixed["GROUP"]
+    query_row, query_head, _ = queries.stride()
     with guard(queries.device):
-        packs = queries.shape[1] // fixed["GROUP"]
-        attend_kernel[(-(-len(queries) // (tile.rows // fixed["GROUP"])), packs)](
-            queries, out, positions, page_table,
-            _base(view, key), _base(view, value),
-            *_strides(key), *_strides(value),
-            len(queries), len(page_table) * view.layout.page_tokens,
-            queries.stride(0), queries.stride(1), scale, soft_cap,
+        attend_kernel[(-(-rows // (tile.rows // group)), query_heads // group)](
+            queries, out, positions, positions if page_table is None else page_table,
+            keys, values, *strides, rows, tokens, query_row, query_head, scale, soft_cap,
             **fixed, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
+
+
+@cache
+def _build(
+    group: int, page_tokens: int, key: Plane, value: Plane, v_dim: int,
+    latent: bool, window: int, capped: bool, full: bool,
+) -> tuple[AttendTile, dict[str, Any], tuple[int, ...]]:  # fmt: skip
+    tile, fixed = constants(
+        group, page_tokens, key, value, v_dim,
+        latent=latent, window=window, capped=capped, full=full,
+    )  # fmt: skip
+    return tile, fixed, (*_strides(key), *_strides(value))
 
 
 def constants(
@@ -92,10 +149,16 @@ def constants(
     capped: bool,
     full: bool,
 ) -> tuple[AttendTile, dict[str, Any]]:
-    """Return the tile for these shapes and the compile-time constants; ``full`` means float32."""
+    """Return the tile for these shapes and the compile-time constants.
+
+    ``page_tokens`` 0 means that there is no page table. ``full`` means float32.
+    """
     dim = key.head_dim
     main = max(16, 1 << (dim.bit_length() - 1))
     tile = tile_for(dim, full=full, plain=not (window or capped))
+    if not page_tokens:  # V is prefetched as K is, which takes shared memory and registers
+        narrow = full and dim > 64
+        tile = tile._replace(rows=32 if narrow else tile.rows, stages=min(tile.stages, 2))
     pack = max(size for size in range(1, tile.rows + 1) if group % size == 0)
     return tile, {
         "GROUP": pack,

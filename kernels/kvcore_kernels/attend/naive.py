@@ -16,7 +16,7 @@ def attend_rows(
     positions: torch.Tensor,
     view: KVView,
     layer: int,
-    page_table: torch.Tensor,
+    page_table: torch.Tensor | None,
     *,
     scale: float,
     soft_cap: float = 0.0,
@@ -26,6 +26,8 @@ def attend_rows(
     """Compute `kvcore_kernels.attend.launch.attend_rows`; waits for the device for every row."""
     check_rows(queries, positions, view, layer, page_table, soft_cap, window, latent_dim)
     page = view.layout.page_tokens
+    if page_table is None:
+        page_table = torch.arange(view.layout.num_pages, device=queries.device)
     offsets = torch.arange(page, device=page_table.device)
     slots = (page_table.long()[:, None] * page + offsets).flatten()
     last = view.layout.kv_factor - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["choose_kernel"]
+__all__ = ["choose_kernel", "keep_kernel"]
 
 
 @triton.jit
@@ -31,17 +31,37 @@ def _key(scores, at, size):
     return tl.where(at < size, ordered.to(tl.int64) + 2147483648, -1)
 
 
-@triton.jit(do_not_specialize=["size", "room", "least", "most"])
+@triton.jit
+def _cut(scores, size, count, BLOCK: tl.constexpr):
+    """Return the key of the ``count``-th highest score, and how many keys are above it."""
+    offsets = tl.arange(0, BLOCK)
+    cut = tl.zeros([], tl.int64)
+    for bit in range(32):
+        candidate = cut + (tl.full([], 2147483648, tl.int64) >> bit)
+        reach = 0
+        for start in range(0, size, BLOCK):
+            reach += tl.sum((_key(scores, start + offsets, size) >= candidate).to(tl.int32), 0)
+        cut = tl.where(reach >= count, candidate, cut)
+    higher = 0
+    for start in range(0, size, BLOCK):
+        higher += tl.sum((_key(scores, start + offsets, size) > cut).to(tl.int32), 0)
+    return cut, higher
+
+
+@triton.jit(
+    do_not_specialize=["size", "room", "bound", "least", "most"],
+    do_not_specialize_on_alignment=["rows", "scores", "out", "kept"],
+)
 def choose_kernel(
     rows,  # int64 [size]
     scores,  # [size]
     out,  # int64 [room]
     kept,  # int32 [1]
-    size,
-    room,
-    bound,
-    least,
-    most,
+    size: tl.int32,
+    room: tl.int32,
+    bound: tl.float32,
+    least: tl.int32,
+    most: tl.int32,
     BLOCK: tl.constexpr,
 ):
     """Write the k rows of highest score to ``out`` in their order, followed by -1.
@@ -57,16 +77,7 @@ def choose_kernel(
         above += tl.sum((_number(scores, start + offsets, size) > bound).to(tl.int32), 0)
     count = tl.minimum(tl.maximum(above, least), most)
     tl.store(kept, count)
-    cut = tl.zeros([], tl.int64)
-    for bit in range(32):
-        candidate = cut + (tl.full([], 2147483648, tl.int64) >> bit)
-        reach = 0
-        for start in range(0, size, BLOCK):
-            reach += tl.sum((_key(scores, start + offsets, size) >= candidate).to(tl.int32), 0)
-        cut = tl.where(reach >= count, candidate, cut)
-    higher = 0
-    for start in range(0, size, BLOCK):
-        higher += tl.sum((_key(scores, start + offsets, size) > cut).to(tl.int32), 0)
+    cut, higher = _cut(scores, size, count, BLOCK)
     taken = 0
     equals = 0
     for start in range(0, size, BLOCK):
@@ -81,3 +92,53 @@ def choose_kernel(
     for start in range(0, room, BLOCK):
         at = start + offsets
         tl.store(out + at, tl.full([BLOCK], -1, tl.int64), mask=(at >= count) & (at < room))
+
+
+@triton.jit(
+    do_not_specialize=["total", "size", "count", "room"],
+    do_not_specialize_on_alignment=["positions", "offset_of", "scores", "out"],
+)
+def keep_kernel(
+    positions,  # int64 [total], ascending
+    offset_of,  # int64: below 0 at positions without cached KV
+    scores,  # [size], one for each row with cached KV
+    out,  # int64 [room + room + count + count]
+    total: tl.int32,
+    size: tl.int32,
+    count: tl.int32,
+    room: tl.int32,
+    BLOCK: tl.constexpr,
+):
+    """Keep the ``count`` rows of highest score and all rows without one; room of them together.
+
+    Writes four lists: the positions of the kept rows, their indices in ``positions``, the indices
+    in the first list of those with a score, and the positions of these. The choice is that of
+    `choose_kernel`; ``count`` <= ``size``.
+    """
+    offsets = tl.arange(0, BLOCK)
+    cut, higher = _cut(scores, size, count, BLOCK)
+    seen = 0
+    equals = 0
+    taken = 0
+    kept = 0
+    for start in range(0, total, BLOCK):
+        at = start + offsets
+        there = at < total
+        position = tl.load(positions + at, mask=there, other=0)
+        cached = there & (tl.load(offset_of + position, mask=there, other=-1) >= 0)
+        nth = seen + tl.cumsum(cached.to(tl.int32), 0) - 1
+        key = _key(scores, tl.where(cached, nth, size), size)
+        equal = (cached & (key == cut)).to(tl.int32)
+        best = (key > cut) | ((key == cut) & (equals + tl.cumsum(equal, 0) <= count - higher))
+        stays = cached & best
+        goes = there & (stays | (cached == 0))
+        place = taken + tl.cumsum(goes.to(tl.int32), 0) - 1
+        tl.store(out + place, position, mask=goes)
+        tl.store(out + room + place, at.to(tl.int64), mask=goes)
+        place_kept = 2 * room + kept + tl.cumsum(stays.to(tl.int32), 0) - 1
+        tl.store(out + place_kept, place.to(tl.int64), mask=stays)
+        tl.store(out + count + place_kept, position, mask=stays)
+        seen += tl.sum(cached.to(tl.int32), 0)
+        equals += tl.sum(equal, 0)
+        taken += tl.sum(goes.to(tl.int32), 0)
+        kept += tl.sum(stays.to(tl.int32), 0)

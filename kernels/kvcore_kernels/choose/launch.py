@@ -7,14 +7,15 @@ import math
 import torch
 
 from kvcore_kernels.choose.checks import Kept, check_scores
-from kvcore_kernels.choose.kernel import choose_kernel
-from kvcore_kernels.planes import guard, power_of_two
+from kvcore_kernels.choose.kernel import choose_kernel, keep_kernel
+from kvcore_kernels.planes import guard
 
-__all__ = ["WARPS", "block_for", "keep_above", "keep_top"]
+__all__ = ["BLOCK", "WARPS", "keep_above", "keep_rows", "keep_top"]
 
 WARPS = 16
-_BLOCK = 4096
-"""Scores that are processed together. Untuned: no GPU was at hand."""
+BLOCK = 4096
+"""Scores that the program processes together. One number, so that nothing is compiled for a list of
+another size. Untuned: no GPU was at hand."""
 
 
 def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -51,11 +52,37 @@ def _choose(rows: torch.Tensor, scores: torch.Tensor, bound: float, least: int, 
         choose_kernel[(1,)](
             rows.contiguous(), scores.contiguous(), out, kept,
             size, most, float(bound), min(least, most), most,
-            BLOCK=block_for(size), num_warps=WARPS,
+            BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return Kept(out, kept)
 
 
-def block_for(size: int) -> int:
-    """Return how many scores the program processes together."""
-    return min(power_of_two(size, 512), _BLOCK)
+def keep_rows(
+    positions: torch.Tensor,
+    offset_of: torch.Tensor,
+    scores: torch.Tensor,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keep the ``count`` rows with a score that `keep_top` keeps, and all rows without one.
+
+    ``positions`` is int64 ``[n]`` and ascends. A row has a score if ``offset_of`` (int64) is not
+    below 0 at its position; ``scores`` has one for each of these rows, in their order, and not
+    fewer than ``count``. Returns, as int64: the positions of the kept rows, their indices in
+    ``positions``, the indices among the kept of those with a score, and the positions of these. The
+    work is enqueued on the current stream; the host does not wait. Thread-safe.
+    """
+    size, total = len(scores), len(positions)
+    check_scores(positions[:size], scores, count, size)
+    room = total - size + count
+    out = positions.new_empty(2 * (room + count))
+    with guard(positions.device):
+        keep_kernel[(1,)](
+            positions.contiguous(), offset_of, scores.contiguous(), out, total, size, count, room,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return (
+        out[:room],
+        out[room : 2 * room],
+        out[2 * room : 2 * room + count],
+        out[-count or len(out) :],
+    )

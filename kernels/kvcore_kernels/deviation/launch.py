@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 
 from kvcore.memory.layout import KVView
 from kvcore_kernels.deviation.checks import check_deviations
 from kvcore_kernels.deviation.kernel import deviation_kernel
-from kvcore_kernels.lang import float_type
-from kvcore_kernels.planes import (
-    FIELDS,
+from kvcore_kernels.fusion_rows import (
+    Strided,
+    arguments,
+    check_count,
     common_width,
-    guard,
-    is_contiguous,
-    plane_table,
-    power_of_two,
-    to_device,
+    strided_plane,
+    strided_rows,
 )
-from kvcore_kernels.rows import fresh_view
+from kvcore_kernels.lang import float_type
+from kvcore_kernels.planes import guard, power_of_two
 
-__all__ = ["DeviationTile", "deviations", "tile_for"]
+__all__ = ["DeviationTile", "deviations", "parts_off", "tile_for"]
 
 _TILE = 2048
 """Elements of K (or V) of one head that a program holds. Untuned: no GPU was at hand."""
 _WARPS = 4
 
 
-class DeviationTile(NamedTuple):
-    """The compile-time constants of the deviation."""
+@dataclass(frozen=True)
+class DeviationTile:
+    """The compile-time constants of the deviation, apart from WHICH."""
 
     dtype: str
     width: int
-    contiguous: bool
-    cut: bool
     rows: int
     dim: int
 
+    @cached_property
     def constants(self) -> dict[str, Any]:
+        """The constants by name. Not to be changed."""
         kind = float_type(self.dtype)
         return {
-            "FIELDS": FIELDS,
             "DTYPE": kind,
             "MULTIPLE": self.width * 8 // kind.primitive_bitwidth,
             "WIDTH": self.width,
-            "UNIT": self.contiguous,
-            "CUT": self.cut,
             "ROWS": self.rows,
             "DIM": self.dim,
         }
@@ -61,33 +61,43 @@ def deviations(
     written. Its K must have been moved to the positions of these rows. The result is a sum over
     this view's heads; tensor-parallel ranks sum theirs. It is NaN if a slot is below 0, so such a
     row is chosen first. A latent (``values`` None) gives ``[1, rows]``. The work is enqueued on the
-    current stream; the host does not wait. Raises LayoutError or UnsupportedError for arguments
-    that do not fit each other.
+    current stream, and nothing is sent to the device. The host does not wait. Raises LayoutError or
+    UnsupportedError for arguments that do not fit each other.
     """
     parts = check_deviations(keys, values, view, layer, slots)
-    out = torch.empty(len(parts), len(keys), dtype=torch.float32, device=keys.device)
-    if not len(keys):
+    cached = [strided_plane(view, plane) for plane in view.layout.planes[layer]]
+    return parts_off(parts, None, cached, slots, view.layout.page_tokens)
+
+
+def parts_off(
+    parts: Sequence[torch.Tensor],
+    which: torch.Tensor | None,
+    cached: Sequence[Strided],
+    slots: torch.Tensor,
+    page_tokens: int,
+) -> torch.Tensor:
+    """Do `deviations` of rows ``which`` (int64; None: all) of the parts, without checks."""
+    rows, heads = len(slots), parts[0].shape[1]
+    out = torch.empty(len(parts), rows, dtype=torch.float32, device=slots.device)
+    if not rows:
         return out
-    fresh = fresh_view(parts, view.layout.dtype)
-    planes = [plane_table(fresh, [0], 0), plane_table(view, [layer], 0)]
-    tile = tile_for(
-        view.layout.dtype, max(part.shape[2] for part in parts),
-        width=common_width(planes, view.layout.itemsize),
-        contiguous=is_contiguous(planes), cut=any(table.cut for table in planes),
-    )  # fmt: skip
-    with guard(keys.device):
-        tables = to_device([table.rows for table in planes], keys.device)
-        deviation_kernel[(-(-len(keys) // tile.rows), len(parts))](
-            *tables, slots.contiguous(), out,
-            len(keys), view.layout.kv_heads, view.layout.page_tokens,
-            **tile.constants(), num_warps=_WARPS,
+    check_count(rows)
+    fresh = [strided_rows(part) for part in parts]
+    width = common_width((*fresh, *cached), parts[0].element_size())
+    dtype = str(parts[0].dtype).removeprefix("torch.")
+    tile = tile_for(dtype, max(part.dim for part in fresh), width=width)
+    with guard(slots.device):
+        deviation_kernel[(-(-rows // tile.rows), len(parts))](
+            slots if which is None else which, slots.contiguous(), out,
+            *arguments(fresh, cached, 1),
+            rows, heads, page_tokens,
+            WHICH=which is not None, **tile.constants, num_warps=_WARPS,
         )  # fmt: skip
     return out
 
 
-def tile_for(
-    dtype: str, head_dim: int, *, width: int, contiguous: bool, cut: bool
-) -> DeviationTile:
+@cache
+def tile_for(dtype: str, head_dim: int, *, width: int) -> DeviationTile:
     """Return the tile for heads of ``head_dim``."""
     dim = power_of_two(head_dim)
-    return DeviationTile(dtype, width, contiguous, cut, max(1, _TILE // dim), dim)
+    return DeviationTile(dtype, width, max(1, _TILE // dim), dim)

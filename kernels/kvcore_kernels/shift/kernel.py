@@ -54,7 +54,7 @@ def _rotate_neighbours(
 
 @triton.jit(
     do_not_specialize=[
-        "units", "heads", "unit_tokens", "src_page_units", "dst_page_units", "distances",
+        "units", "heads", "unit_tokens", "src_page_units", "dst_page_units", "distances", "first",
     ],
     do_not_specialize_on_alignment=[
         "sources", "targets", "ropes", "src_units", "dst_units", "turns",
@@ -69,12 +69,13 @@ def shift_kernel(
     turns,  # int64 [units]: which distance, below 0 for none
     cos,  # float32 [ropes, distances, HALF]
     sin,
-    units,
-    heads,
-    unit_tokens,
-    src_page_units,
-    dst_page_units,
-    distances,
+    units: tl.int32,
+    heads: tl.int32,
+    unit_tokens: tl.int32,
+    src_page_units: tl.int32,
+    dst_page_units: tl.int32,
+    distances: tl.int32,
+    first: tl.int32,  # the source plane of program (., 0)
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     MULTIPLE: tl.constexpr,
@@ -92,7 +93,8 @@ def shift_kernel(
 
     R turns pair (x, y) by its angle a: x' = x cos a - y sin a, y' = y cos a + x sin a. It is
     computed in float32 and rounded once to DTYPE. The first 2 HALF dims are pairs; a TAIL of dims
-    after them is copied. Program (tile, plane) processes ROWS rows of ``units x heads x
+    after them is copied. Program (tile, plane) copies plane ``first + plane`` of ``sources`` to
+    ``plane`` of ``targets``. It processes ROWS rows of ``units x heads x
     unit_tokens``, with tokens varying fastest, so short units share a program. Units below 0 are
     skipped. Offsets in memory are int64; rows are counted in int32.
     """
@@ -104,7 +106,7 @@ def shift_kernel(
     b = tl.load(dst_units + row, mask=row < units, other=-1)
     turn = tl.load(turns + row, mask=row < units, other=-1)
     real = (a >= 0) & (b >= 0)
-    source = sources + tl.program_id(1) * FIELDS
+    source = sources + (first + tl.program_id(1)) * FIELDS
     target = targets + tl.program_id(1) * FIELDS
     src = plane_pointer(source, DTYPE, WIDTH) + locate_unit(
         source, a, src_page_units, unit_tokens, head, token, CUT, MULTIPLE
@@ -112,7 +114,7 @@ def shift_kernel(
     dst = plane_pointer(target, DTYPE, WIDTH) + locate_unit(
         target, b, dst_page_units, unit_tokens, head, token, CUT, MULTIPLE
     )
-    rope = tl.load(ropes + tl.program_id(1))
+    rope = tl.load(ropes + first + tl.program_id(1))
     if rope < 0:
         copy_dims(source, target, src, dst, real, 0, DIM, CUT, UNIT, MULTIPLE)
     else:

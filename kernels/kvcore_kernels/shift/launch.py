@@ -11,9 +11,11 @@ import torch
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.memory.copy.base import HeadRange, Units
 from kvcore.memory.layout import KVView
+from kvcore_kernels.fusion_rows import check_count
 from kvcore_kernels.lang import float_type
 from kvcore_kernels.planes import (
     FIELDS,
+    PlaneTable,
     common_width,
     guard,
     is_contiguous,
@@ -25,11 +27,13 @@ from kvcore_kernels.planes import (
 from kvcore_kernels.shift.checks import check_shift
 from kvcore_kernels.shift.kernel import shift_kernel
 
-__all__ = ["ShiftTile", "copy_shifted", "tile_for"]
+__all__ = ["ShiftTile", "Shifts", "copy_shifted", "tile_for"]
 
 _TILE, _STRIDED = 4096, 2048
 """Elements of a program; fewer if each has its own address. Untuned: no GPU was at hand."""
 _WARPS = 4
+_ALIGNED = 4
+"""Distances are padded to a multiple, so that the sines, behind the cosines, begin at 16 bytes."""
 
 
 class ShiftTile(NamedTuple):
@@ -102,51 +106,82 @@ def copy_shifted(
     the host does not wait. If a unit occurs twice in ``dst_units``, the order of the writes is
     undefined. Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit
     each other: KV must be bfloat16 or wider, and all ropes must pair dims in the same way.
+    Fewer than 2^31 rows (units x heads x tokens) are supported.
     """
     check_shift(src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances)
     if not (len(src_units) and len(layers) and heads.size):
         return
-    tables = [plane_table(src, layers, heads.src), plane_table(dst, layers, heads.dst)]
-    total = len(src_units) * heads.size * unit_tokens
-    rope = next((rope for rope in ropes if rope), None)
-    head_dim = max(plane.head_dim for layer in layers for plane in src.layout.planes[layer])
-    tile = tile_for(
-        src.layout.dtype, rope, head_dim, total,
-        width=common_width(tables, src.layout.itemsize),
-        contiguous=is_contiguous(tables), cut=any(table.cut for table in tables),
+    planes = plane_table(dst, layers, heads.dst)
+    shifts = Shifts(
+        src, src_units, planes, dst.layout.page_tokens, dst_units, layers, unit_tokens, heads,
+        ropes, distances, kernel_device((src, dst)),
     )  # fmt: skip
-    turns = _turns(ropes, distances, src.layout.kv_factor, tile.half)
-    device = kernel_device((src, dst))
-    with guard(device):
-        source, target, planes, a, b, units = to_device(
-            (tables[0].rows, tables[1].rows, turns.planes, src_units, dst_units, turns.units),
-            device,
-        )
-        cos, sin = to_device((turns.cos.numpy(), turns.sin.numpy()), device)
-        shift_kernel[(-(-total // tile.rows), len(turns.planes))](
-            source, target, planes, a, b, units, cos, sin,
-            len(src_units), heads.size, unit_tokens,
-            src.layout.page_tokens // unit_tokens, dst.layout.page_tokens // unit_tokens,
-            turns.cos.shape[1],
-            **tile.constants(), num_warps=_WARPS,
+    shifts.launch(0)
+
+
+class Shifts:
+    """Copies of the same units in several launches. All tables are sent to the device once.
+
+    The arguments are those of `copy_shifted`, without checks, but ``target`` is the table of the
+    planes that one launch writes.
+    """
+
+    def __init__(
+        self,
+        src: KVView,
+        src_units: Units,
+        target: PlaneTable,
+        target_page_tokens: int,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+        ropes: Sequence[Rope | None],
+        distances: Units,
+        device: torch.device,
+    ) -> None:
+        tables = [plane_table(src, layers, heads.src), target]
+        total = len(src_units) * heads.size * unit_tokens
+        check_count(total)
+        rope = next((rope for rope in ropes if rope), None)
+        head_dim = max(plane.head_dim for layer in layers for plane in src.layout.planes[layer])
+        tile = tile_for(
+            src.layout.dtype, rope, head_dim,
+            width=common_width(tables, src.layout.itemsize),
+            contiguous=is_contiguous(tables), cut=any(table.cut for table in tables),
         )  # fmt: skip
+        turns = _turns(ropes, distances, src.layout.kv_factor, tile.half)
+        self._device = device
+        self._grid = -(-total // tile.rows), len(target.rows)
+        arrays = (tables[0].rows, target.rows, turns.planes, src_units, dst_units, turns.units)
+        with guard(device):
+            sent = to_device(arrays, device)
+            angles = to_device((turns.cos.numpy(), turns.sin.numpy()), device)
+        self._arguments = (
+            *sent, *angles,
+            len(src_units), heads.size, unit_tokens,
+            src.layout.page_tokens // unit_tokens, target_page_tokens // unit_tokens,
+            turns.cos.shape[1],
+        )  # fmt: skip
+        self._constants = tile.constants()
+
+    def launch(self, first: int) -> None:
+        """Copy planes of the source from number ``first`` on to the planes of the target."""
+        with guard(self._device):
+            shift_kernel[self._grid](*self._arguments, first, **self._constants, num_warps=_WARPS)
 
 
 def tile_for(
-    dtype: str,
-    rope: Rope | None,
-    head_dim: int,
-    total: int,
-    *,
-    width: int,
-    contiguous: bool,
-    cut: bool,
+    dtype: str, rope: Rope | None, head_dim: int, *, width: int, contiguous: bool, cut: bool
 ) -> ShiftTile:
-    """Return a tile for ``total`` rows of ``head_dim``; without a rope they are only copied."""
+    """Return the tile for rows of ``head_dim``; without a rope they are only copied.
+
+    It does not depend on the number of rows, so that nothing is compiled for another one.
+    """
     half = rope.rotary_dim // 2 if rope else 1
     area = _TILE if contiguous else _STRIDED
     dim = power_of_two(head_dim)
-    rows = max(1, min(power_of_two(total), area // dim))
+    rows = max(1, area // dim)
     tail = rope is not None and rope.rotary_dim < rope.head_dim
     neighbours = rope is not None and rope.pairing is Pairing.GPTJ
     return ShiftTile(dtype, width, contiguous, cut, half, tail, neighbours, rows, dim)
@@ -160,7 +195,9 @@ def _turns(ropes: Sequence[Rope | None], distances: Units, kv_factor: int, half:
     for row, rope in zip(planes, ropes, strict=True):
         if rope:
             row[0] = distinct.index(rope)
-    angles = [rope.cos_sin(torch.from_numpy(moves)) for rope in distinct]
-    none = torch.zeros(1, len(moves), half)
+    padded = np.zeros(-(-len(moves) // _ALIGNED) * _ALIGNED, dtype=np.int64)
+    padded[: len(moves)] = moves
+    angles = [rope.cos_sin(torch.from_numpy(padded)) for rope in distinct]
+    none = torch.zeros(1, len(padded), half)
     cos, sin = (torch.stack([pair[i] for pair in angles]) if angles else none for i in (0, 1))
     return _Turns(units, planes.ravel(), cos, sin)

@@ -90,6 +90,7 @@ class RankLayers(EngineLayers):
         self._model = model
         self.layers = model.model.spec.layers
         self.attention = (model.model.spec.attention,) * self.layers
+        self.collective = model.kv_heads < model.model.spec.kv_heads
 
     @contextmanager
     def serving(self, served: ServedRequest) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """A GPU that is not there: it queues, reorders and records, and finds what has no order.
 
-See docs/gpu-testing.md.
+`counting` counts what torch code would ask of a GPU. See docs/gpu-testing.md.
 """
 
 from kvcore.testing.gpu.device import RecordingDevice, installed

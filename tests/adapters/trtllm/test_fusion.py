@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 import kvcore_trtllm.testing.conformance as trtllm  # after the skip
-from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
 from kvcore.fusion.decoder import HiddenState
+from kvcore.fusion.fusor import BlendJob, BlendOutcome, Fusor
 from kvcore.fusion.options import FusionOptions
 from kvcore.harness.models import tiny_model
 from kvcore.memory.copy.reference import _plane_view
@@ -229,14 +229,14 @@ def test_chunks_that_do_not_come_are_computed(
 def test_a_blend_that_raises_is_computed_and_then_no_more_are_made(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blend = FusionWorker._blend
+    blend = Fusor.blend
 
-    def broken(self: Any, order: Any, staging: Any, landed: Any) -> None:
-        if order.chunks:
+    def broken(self: Fusor, job: BlendJob, *rest: Any) -> BlendOutcome:
+        if len(job.chunks):
             raise ValueError("told to fail")
-        blend(self, order, staging, landed)
+        return blend(self, job, *rest)
 
-    monkeypatch.setattr(FusionWorker, "_blend", broken)
+    monkeypatch.setattr(Fusor, "blend", broken)
     with kit.engine(kit.config(fusion=FUSED)) as engine:
         asks = [prompt.ask(0.2) for prompt in stored(kit, engine, 900)[:4]]
         got = [engine.ask([ask])[0] for ask in asks]
@@ -253,7 +253,7 @@ def test_layers_that_cannot_be_run_fail_the_step(kit: Kit, monkeypatch: pytest.M
 
     with kit.fresh(kit.config(fusion=FUSED)) as engine:
         [prompt, *_] = stored(kit, engine, 1000)
-        monkeypatch.setattr(FusionWorker, "_blend", broken)
+        monkeypatch.setattr(Fusor, "blend", broken)
         with pytest.raises(TransferError, match="neither blended nor computed"):
             engine.ask([prompt.ask(0.2)])
 

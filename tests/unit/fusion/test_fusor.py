@@ -20,6 +20,7 @@ from kvcore.fusion import attend  # noqa: E402
 from kvcore.fusion.attend import (  # noqa: E402
     Attention,
     attend_rows,
+    look_of,
     look_rows,
     naive_attend_rows,
 )
@@ -85,7 +86,8 @@ def test_scattered_rows_against_the_twin(
     positions = torch.tensor(sorted(chosen), dtype=torch.int64)
     queries = drawn(1, len(positions), kv_heads * group, dim)
     keys, values = drawn(2, tokens, kv_heads, dim), drawn(3, tokens, kv_heads, dim)
-    asking = drawn(4, len(positions)) > 0
+    first = data.draw(st.integers(0, len(positions)))
+    asking = torch.arange(len(positions)) >= first
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "TILE_SCORES", scores)
         got = attend_rows(queries, positions, keys, values, attention)
@@ -94,9 +96,14 @@ def test_scattered_rows_against_the_twin(
         also = torch.cat(
             [
                 look_rows(
-                    queries[part], positions[part], keys, values, attention, asking[part], interest
+                    queries[part],
+                    look_of(positions[part], positions[part].tolist(), max(first - at, 0)),
+                    keys,
+                    values,
+                    attention,
+                    interest,
                 )
-                for part in (slice(0, cut), slice(cut, None))
+                for at, part in ((0, slice(0, cut)), (cut, slice(cut, None)))
             ]
         )
         looked = interest.square().sum(dim=0)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 transformers: Any = pytest.importorskip("transformers")
 
 from kvcore.errors import LayoutError  # noqa: E402  # after the skip
-from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
-from kvcore.fusion.staging import ChunkStaging, Place, PlacedChunks, PrefixReader  # noqa: E402
+from kvcore.fusion.staging import ChunkStaging, PagedPrefix, Place, PlacedChunks  # noqa: E402
 from kvcore.memory.copy.reference import ReferenceOps  # noqa: E402
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
@@ -112,9 +111,10 @@ def test_chunks_stand_where_the_reference_places_them(
         staging,
         places,
         ROPES,
-        PrefixReader(OPS, view, SHAPE, pages, prefix),
+        PagedPrefix(view, pages, prefix),
         waited.append,
         lambda layer, kv: written.append((layer, kv)),
+        OPS,
         again=again,
     )
     expected = WORLD.make(plan).placed
@@ -132,36 +132,44 @@ def test_chunks_stand_where_the_reference_places_them(
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_layers_read_again_are_rotated_once(again: bool) -> None:
-    class Counting(TorchFusion):
-        turned = 0
+def test_layers_read_again_are_rotated_once(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    turned: list[int] = []
+    shift = Rope.shift
 
-        def place(self, staged: LayerKV, into: LayerKV, places: Any, rope: Any) -> None:
-            self.turned += rope is not None
-            super().place(staged, into, places, rope)
+    def counting(self: Rope, keys: torch.Tensor, distance: int) -> torch.Tensor:
+        turned.append(distance)
+        return shift(self, keys, distance)
 
-    chunk, ops = WORLD.chunk(1, 16), Counting()
+    monkeypatch.setattr(Rope, "shift", counting)
+    chunk = WORLD.chunk(1, 16)
     staging = ChunkStaging(SHAPE, 4, torch.device("cpu"))
     OPS.copy_blocks(arena_of(chunk, 4), np.arange(4), staging.groups[0].view, np.arange(4))
-    empty = PrefixReader(OPS, paged(chunk.layers, 0, [0]), SHAPE, [], 0)
+    empty = PagedPrefix(paged(chunk.layers, 0, [0]), [], 0)
     places = [Place(2, 10, 5, 3)]
     placed = PlacedChunks(
-        16, staging, places, ROPES, empty, lambda _: None, lambda layer, kv: None, ops, again
+        16, staging, places, ROPES, empty, lambda _: None, lambda layer, kv: None, OPS, again=again
     )
     first = [placed.layer(layer).keys.clone() for layer in range(LAYERS)]
     second = [placed.layer(layer).keys.clone() for layer in range(LAYERS)]
     for one, two in zip(first, second, strict=True):
         assert torch.equal(one, two)
-    assert ops.turned == (LAYERS if again else 2 * LAYERS)
+    assert len(turned) == (LAYERS if again else 2 * LAYERS)
 
 
 def test_a_chunk_at_its_own_place_keeps_its_bits() -> None:
     chunk = WORLD.chunk(1, 16)
     staging = ChunkStaging(SHAPE, 4, torch.device("cpu"))
     OPS.copy_blocks(arena_of(chunk, 4), np.arange(4), staging.groups[0].view, np.arange(4))
-    empty = PrefixReader(OPS, paged(chunk.layers, 0, [0]), SHAPE, [], 0)
+    empty = PagedPrefix(paged(chunk.layers, 0, [0]), [], 0)
     placed = PlacedChunks(
-        16, staging, [Place(0, 16, 0, 0)], ROPES, empty, lambda layer: None, lambda layer, kv: None
+        16,
+        staging,
+        [Place(0, 16, 0, 0)],
+        ROPES,
+        empty,
+        lambda layer: None,
+        lambda layer, kv: None,
+        OPS,
     )
     for layer, kv in enumerate(chunk.layers):
         assert torch.equal(placed.layer(layer).keys, kv.keys)

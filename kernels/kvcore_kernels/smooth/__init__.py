@@ -1,0 +1,1 @@
+"""Scores averaged over neighbouring rows."""

@@ -1,0 +1,32 @@
+"""The launch of the average over neighbours."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcore_kernels.choose.checks import check_scores
+from kvcore_kernels.planes import guard
+from kvcore_kernels.smooth.kernel import smooth_kernel
+
+__all__ = ["BLOCK", "WARPS", "smoothed"]
+
+BLOCK = 256
+"""Scores of a program. Untuned: no GPU was at hand."""
+WARPS = 2
+
+
+def smoothed(rows: torch.Tensor, scores: torch.Tensor, reach: int) -> torch.Tensor:
+    """Return each score averaged over the rows up to ``reach`` tokens away: float32 ``[n]``.
+
+    ``rows`` is int64 ``[n]`` and ascends. The result is that of `kvcore.fusion.select.smoothed`.
+    The work is enqueued on the current stream; the host does not wait. Thread-safe.
+    """
+    check_scores(rows, scores, 0, 0)
+    scores = scores.float().contiguous()
+    out = torch.empty_like(scores)
+    if len(rows):
+        with guard(rows.device):
+            smooth_kernel[(-(-len(rows) // BLOCK),)](
+                rows.contiguous(), scores, out, len(rows), reach, BLOCK=BLOCK, num_warps=WARPS
+            )
+    return out

@@ -1,0 +1,73 @@
+"""The rows of a blend on the device, with sizes that the host knows.
+
+    positions   0 1 2 3 . . 7 8 .      the rows of a layer, ascending
+    chunk           0 1     2          indices of those with cached KV, in `positions`
+
+No size is ever read from the device. So the host issues layer after layer without waiting.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvcore.memory.device import device_of
+
+__all__ = ["OnDevice", "Rows", "upload_rows"]
+
+
+class Rows(NamedTuple):
+    """The rows that a layer computes. All are int64 and ascending, on the device.
+
+    Args:
+        positions: [n] positions in the prompt.
+        chunk: [c] indices in ``positions`` of the rows with cached KV.
+        places: [c] positions of the rows with cached KV.
+    """
+
+    positions: Tensor
+    chunk: Tensor
+    places: Tensor
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class OnDevice(NamedTuple):
+    """What a blend needs of its job on the device.
+
+    Args:
+        tokens: [tokens] int64.
+        offset_of: [tokens] int64, a row's index in its chunk; -1 without cached KV.
+        every: all rows that the blend makes.
+        fresh: those of them without cached KV.
+        look: positions of the fresh rows and of the question.
+    """
+
+    tokens: Tensor
+    offset_of: Tensor
+    every: Rows
+    fresh: Rows
+    look: Tensor
+
+
+def upload_rows(
+    tokens: Tensor, exact: int, stop: int, chunks: Tensor, offsets: Tensor, device: torch.device
+) -> OnDevice:
+    """Return a job on ``device``, with one upload. The arguments are those of a `BlendJob`."""
+    count = len(tokens)
+    offset_of = np.full(count, -1, dtype=np.int64)
+    offset_of[chunks.numpy()] = offsets.numpy()
+    rows = np.arange(exact, stop, dtype=np.int64)
+    cached = offset_of[exact:stop] >= 0
+    look = np.concatenate([rows[~cached], np.arange(stop, count, dtype=np.int64)])
+    (chunk,) = cached.nonzero()
+    parts = [tokens.numpy(), offset_of, rows, chunk, rows[cached], look]
+    sent = device_of(device).upload(np.concatenate(parts))
+    on = torch.split(sent, [len(part) for part in parts])
+    none = on[3][:0]
+    fresh = on[5][: len(rows) - len(chunk)]
+    return OnDevice(on[0], on[1], Rows(*on[2:5]), Rows(fresh, none, none), on[5])
