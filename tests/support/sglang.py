@@ -142,7 +142,7 @@ class SGLangRig:
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
         self.blends: Any = Landing(parts.worker, shape)
-        clock = ForwardTimer[Sequence[ForwardPart]](torch.device("cpu")) if timed else None
+        clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)
         made = build_leader(self.config, model, outbox, recorder)

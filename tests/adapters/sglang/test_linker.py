@@ -199,7 +199,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
 
     def start(number: int) -> Any:
         linker = linker_class.__new__(linker_class)
-        linker._config = Config()
+        linker._config, linker.forward_stream = Config(), None
         return linker._build(None, Rank(number, 2, None), set())
 
     with ThreadPoolExecutor(2) as ranks:
