@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcore.config import load_config
-from kvcore.connector.fusion_messages import ChunkLoad, BlendOrder
+from kvcore.connector.fusion_messages import BlendOrder, ChunkLoad
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.fusion.ops import TorchFusion
 from support.manual_worker import SHAPE, ManualRig
