@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -195,7 +195,16 @@ class Worker:
     def wave(self) -> None:
         self._sites.hit("wave")
 
-    def submit(self, graph: TransferGraph, groups: Sequence[Any], wave: None) -> list[Any]:
+    def allocating(self) -> AbstractContextManager[None]:
+        self._sites.hit("allocating")
+        return nullcontext()
+
+    def allocated(self) -> None:
+        self._sites.hit("allocated")
+
+    def submit(
+        self, graph: TransferGraph, groups: Sequence[Any], wave: None, after: None
+    ) -> list[Any]:
         self._sites.hit("submit")
         memory = groups[0].view.tensors[0]
         generator = torch.Generator().manual_seed(3)
