@@ -18,7 +18,8 @@ import pytest
 WHOLE = ["sm_90", "gfx942"]
 PART = ["sm_80", "sm_100"]
 SAMPLE = [
-    "copy wide", "shift bf16 128 n", "attend bf16 128", "attend bf16 256 window", "choose", "keep", "smooth",
+    "copy wide", "shift bf16 128 n", "attend bf16 128", "attend bf16 256 window", "choose",
+    "keep", "smooth",
     "deviation bf16 576", "merge wide", "pack e4m3 256", "unpack e4m3 256",
     "sums",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ def smooth_kernel(
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + at, mask=at < size, other=0)
     total = tl.zeros([BLOCK], tl.float32)
-    for step in range(0, 2 * reach + 1):
+    for step in range(2 * reach + 1):
         near = at + step - reach
         there = (near >= 0) & (near < size) & (at < size)
         other = tl.load(rows + near, mask=there, other=0)

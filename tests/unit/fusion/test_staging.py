@@ -16,7 +16,7 @@ from kvcore.errors import LayoutError  # noqa: E402  # after the skip
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
-from kvcore.fusion.staging import ChunkStaging, Place, PlacedChunks, PagedPrefix  # noqa: E402
+from kvcore.fusion.staging import ChunkStaging, PagedPrefix, Place, PlacedChunks  # noqa: E402
 from kvcore.memory.copy.reference import ReferenceOps  # noqa: E402
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
