@@ -2,9 +2,9 @@
 
     python -m benchmarks.blend_host [--tokens 8192] [--ratio .15] [--selector runs] [--json FILE]
 
-A blend of Llama-3-8B's shape runs with the Triton operations over memory of a CPU. Kernels are bound
-and looked up as for a GPU, and not launched (`kvcore_kernels.unlaunched`). The engine's layers
-compute nothing. Counted is what kvcore asks for besides them (`kvcore.testing.gpu.counting`); the
+A blend of Llama-3-8B's shape runs with the Triton operations over memory of a CPU. Kernels are
+bound and looked up as for a GPU, and not launched (`kvcore_kernels.unlaunched`). The engine's
+layers compute nothing. Counted is what kvcore asks for besides them (`kvcore.testing.gpu.counting`); the
 seconds are the CPU time of the thread.
 """
 
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Idle(DecoderLayers):
         width = (HEADS + 2 * KV_HEADS) * DIM
         self._qkv = torch.zeros(rows, width, dtype=torch.bfloat16, device=DEVICE)
         self._sizes = [HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM]
+        self._views: dict[int, list[Tensor]] = {}
 
     def embed(self, tokens: Tensor) -> Tensor:
         with self._foreign():
@@ -66,8 +68,10 @@ class Idle(DecoderLayers):
             return HiddenState(state.hidden, state.hidden)
 
     def projected(self, rows: int) -> list[Tensor]:
-        parts = torch.split(self._qkv[:rows], self._sizes, dim=1)
-        return [part.view(rows, -1, DIM) for part in parts]
+        if rows not in self._views:
+            parts = torch.split(self._qkv[:rows], self._sizes, dim=1)
+            self._views[rows] = [part.view(rows, -1, DIM) for part in parts]
+        return self._views[rows]
 
     def _foreign(self) -> AbstractContextManager[None]:
         return nullcontext() if self._calls is None else self._calls.foreign()
@@ -171,7 +175,7 @@ def host_seconds(world: World, ratio: float, selector: str, repeats: int) -> lis
             world.blend(ratio, selector, begins)
             times.append(time.thread_time())
             walk = times[-LAYERS - 1 :]
-            runs.append([b - a for a, b in zip(walk, walk[1:], strict=False)])
+            runs.append([b - a for a, b in pairwise(walk)])
     return [min(layer) for layer in zip(*runs[1:], strict=True)]
 
 

@@ -50,7 +50,7 @@ class LayerCandidates(Candidates):
     ) -> None:
         self.__dict__.update(  # the base is frozen
             layer=layer, rows=rows.places, reduce=layers.reduce, distance=deviation,
-            smooth=ops.smooth, end=len(offset_of),
+            smooth=ops.smooth, end=offset_of.shape[0],
             _rows=rows, _new=new, _cached=cached, _offset_of=offset_of, _question=question,
             _ops=ops, _step=step, _taken={}, _scores=None, _closed=False,
         )  # fmt: skip
@@ -120,4 +120,4 @@ class LayerCandidates(Candidates):
         return self._step.alone(lambda: selector.score(self), self._zeros)
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(len(self.rows), device=self.rows.device)
+        return torch.zeros(self.rows.shape[0], device=self.rows.device)

@@ -39,6 +39,8 @@ from kvcore.telemetry.timeline import Tracer
 
 __all__ = ["BlendJob", "BlendOutcome", "Fusor", "LayerTiming", "Placed"]
 
+_CPU = torch.device("cpu")
+
 WORTH_A_SECOND_RUN = 0.7
 """If a smaller share of the rows is kept, the layer runs again for the kept rows alone. Projecting
 these twice costs less than attention and MLP of the rows that leave."""
@@ -79,7 +81,7 @@ class BlendJob:
     stop: int
     chunks: Tensor
     offsets: Tensor
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
 
     def __post_init__(self) -> None:
         if not 0 <= self.exact < self.stop <= len(self.tokens):
@@ -394,7 +396,7 @@ class _Walk:
             self._merge(layer, rows, LayerKV(k, v), kv)
             if last:
                 raise LeaveLayer
-            if kept is not None and len(kept.going) < WORTH_A_SECOND_RUN * len(rows):
+            if kept is not None and kept.going.shape[0] < WORTH_A_SECOND_RUN * len(rows):
                 raise _RunAgain
             return self._attend(q, rows.positions, kv, attention)
 
@@ -421,7 +423,7 @@ class _Walk:
 
     def _again(self, layer: int, positions: Tensor, state: HiddenState, kv: LayerKV) -> HiddenState:
         attention = self.layers.attention[layer]
-        if not len(positions):
+        if not positions.shape[0]:
             return state
 
         def attend(piece: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -449,7 +451,7 @@ class _Walk:
         if kept is None:
             return state
         going = kept.going
-        return self.step.alone(lambda: state.of(going), lambda: state.of(slice(0, len(going))))
+        return self.step.alone(lambda: state.of(going), lambda: state.of(slice(0, going.shape[0])))
 
     # -- which rows go on -------------------------------------------------------------------
 
@@ -458,8 +460,8 @@ class _Walk:
             self.budget,
             layer,
             self.layers.layers,
-            len(self.job.chunks),
-            len(rows.chunk),
+            self.job.chunks.shape[0],
+            rows.chunk.shape[0],
             scores,
         )
 
@@ -477,7 +479,7 @@ class _Walk:
     def _may_run_again(self, layer: int, rows: Rows) -> bool:
         count = self._known_count(layer, rows)
         left = 0 if count is None else count
-        return len(rows) - len(rows.chunk) + left < WORTH_A_SECOND_RUN * len(rows)
+        return len(rows) - rows.chunk.shape[0] + left < WORTH_A_SECOND_RUN * len(rows)
 
     def _narrowed(self, layer: int, rows: Rows, new: LayerKV, kv: LayerKV) -> Kept | None:
         """Return the rows that the next layer computes too; None if all. A collective."""
@@ -489,10 +491,10 @@ class _Walk:
         count = self._known_count(layer, rows)
         if count is None:
             count = self._count(layer, rows, lambda: self._agreed(candidates))
-        if count == len(rows.chunk):
+        if count == rows.chunk.shape[0]:
             return None
         scores = candidates.scored(self.selector)
-        size, left = count, len(rows) - len(rows.chunk) + count
+        size, left = count, len(rows) - rows.chunk.shape[0] + count
 
         def failed() -> Kept:
             some = Rows(rows.positions[:left], rows.chunk[:size], rows.places[:size])

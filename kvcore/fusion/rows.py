@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     places: Tensor
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return self.positions.shape[0]
 
 
 class OnDevice(NamedTuple):

@@ -161,7 +161,7 @@ class Candidates:
     end: int | None = None
 
     def __len__(self) -> int:
-        """The number of candidates."""
+        """Return the number of candidates."""
         return len(self.rows)
 
     def measure(self, what: Measure) -> Tensor:
@@ -518,7 +518,7 @@ class Smoothed(_OfAnother):
 
     def score(self, candidates: Candidates) -> Tensor:
         scores = self.inner.score(candidates).float()
-        if not len(scores):
+        if not scores.shape[0]:
             return scores
         return candidates.smooth(candidates.rows, scores, self.reach, candidates.last)
 

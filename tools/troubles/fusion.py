@@ -42,7 +42,7 @@ FUSION = [
     ),
     Trouble(
         "this rank is out of step with the others: the engine must end",
-        "The engine's own layer, or a sum over ranks, failed on this rank in the middle of a blend. "
+        "The engine's own layer, or a sum over ranks, failed on this rank during a blend. "
         "The other ranks may wait for it in any collective, so the engine ends.",
         "Restart the engine. If memory ran out, lower the device memory that the engine takes.",
     ),

@@ -47,7 +47,8 @@ def check_rows(
     table = (layout.num_pages,) if page_table is None else tuple(page_table.shape)
     if positions.shape != queries.shape[:1] or len(table) != 1:
         raise LayoutError(
-            f"positions of {tuple(positions.shape)} and a page table of {table} for {len(queries)} rows: give one position for each row "
+            f"positions of {tuple(positions.shape)} and a page table of {table} for "
+            f"{len(queries)} rows: give one position for each row "
             "and a flat page table"
         )
     if queries.dtype not in DTYPES or view.tensors[plane.tensor].dtype != queries.dtype:

@@ -26,6 +26,18 @@ def _axis(index, stride, RUN: tl.constexpr, run_stride):
 
 
 @triton.jit
+def _slot(page_table, n, there, PAGE: tl.constexpr):
+    """Return the page of token ``n`` as int64, and its token in there; if PAGE is 0, n and 0."""
+    if PAGE:
+        page = tl.load(page_table + n // PAGE, mask=there, other=0).to(tl.int64)
+        slot = n % PAGE
+    else:
+        page = n.to(tl.int64)
+        slot = n * 0
+    return page, slot
+
+
+@triton.jit
 def _visible(s, n, at, there, last, smallest, WINDOW: tl.constexpr):
     """Return scores with -inf at keys that their row does not see, and the keys that any sees."""
     used = there
@@ -136,12 +148,8 @@ def attend_kernel(
     for start in range(first // N * N, largest + 1, N):
         n = start + tl.arange(0, N)
         there = (n >= first) & (n <= largest)
-        if PAGE:
-            page = tl.load(page_table + n // PAGE, mask=there, other=0).to(tl.int64)
-            slot = n % PAGE
-            k_row = page * k_page + _axis(slot, k_token, K_TOKEN_RUN, k_token_run)
-        else:
-            k_row = n.to(tl.int64) * k_page
+        page, slot = _slot(page_table, n, there, PAGE)
+        k_row = page * k_page + _axis(slot, k_token, K_TOKEN_RUN, k_token_run)
         k = tl.load(k_base + k_row[:, None] + k_main[None, :], mask=there[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if HAS_TAIL:
@@ -163,10 +171,7 @@ def attend_kernel(
             if WINDOW:
                 v = tl.where(used[:, None], v, 0.0)
         else:
-            if PAGE:
-                v_row = page * v_page + _axis(slot, v_token, V_TOKEN_RUN, v_token_run)
-            else:
-                v_row = n.to(tl.int64) * v_page
+            v_row = page * v_page + _axis(slot, v_token, V_TOKEN_RUN, v_token_run)
             v_mask = used[:, None] & (v_dims < V_DIM)[None, :]
             v = tl.load(v_base + v_row[:, None] + v_main[None, :], mask=v_mask, other=0.0)
         result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")

@@ -44,7 +44,8 @@ def attend_rows(
 
     ``queries`` is ``[rows, q_heads, head_dim]``. ``positions`` has the true position of each row.
     ``page_table`` has the request's pages in order (int32 or int64): token t is in page
-    ``page_table[t // page_tokens]``. None is for pages of one token, and means page t. The row at position p sees keys 0..p, or the last ``window``
+    ``page_table[t // page_tokens]``. None is for pages of one token, and means page t. The row at
+    position p sees keys 0..p, or the last ``window``
     of them. All of these must be written and finite. Pages between the windows of two rows may
     have any content, but must be valid pages. Rows may be in any order; sorted rows are fast,
     because their tiles span few positions. ``latent_dim`` is for MLA with absorbed weights: K is
@@ -79,7 +80,7 @@ def attend_parts(
     """Compute `attend_rows` over K and V ``[tokens, kv_heads, dim]``, without checks."""
     return _launch(
         queries, positions, keys, values, _plane(*keys.stride(), keys.shape[2]),
-        _plane(*values.stride(), values.shape[2]), keys.shape[1], None, 1, len(keys),
+        _plane(*values.stride(), values.shape[2]), keys.shape[1], None, 1, keys.shape[0],
         scale, soft_cap, window, 0,
     )  # fmt: skip
 

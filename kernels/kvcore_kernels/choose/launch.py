@@ -71,7 +71,7 @@ def keep_rows(
     ``positions``, the indices among the kept of those with a score, and the positions of these. The
     work is enqueued on the current stream; the host does not wait. Thread-safe.
     """
-    size, total = len(scores), len(positions)
+    size, total = scores.shape[0], positions.shape[0]
     check_scores(positions[:size], scores, count, size)
     room = total - size + count
     out = positions.new_empty(2 * (room + count))
@@ -84,5 +84,5 @@ def keep_rows(
         out[:room],
         out[room : 2 * room],
         out[2 * room : 2 * room + count],
-        out[-count or len(out) :],
+        out[2 * room + count :],
     )

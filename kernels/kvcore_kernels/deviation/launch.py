@@ -77,7 +77,7 @@ def parts_off(
     page_tokens: int,
 ) -> torch.Tensor:
     """Do `deviations` of rows ``which`` (int64; None: all) of the parts, without checks."""
-    rows, heads = len(slots), parts[0].shape[1]
+    rows, heads = slots.shape[0], parts[0].shape[1]
     out = torch.empty(len(parts), rows, dtype=torch.float32, device=slots.device)
     if not rows:
         return out

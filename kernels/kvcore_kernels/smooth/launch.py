@@ -24,9 +24,10 @@ def smoothed(rows: torch.Tensor, scores: torch.Tensor, reach: int) -> torch.Tens
     check_scores(rows, scores, 0, 0)
     scores = scores.float().contiguous()
     out = torch.empty_like(scores)
-    if len(rows):
+    size = rows.shape[0]
+    if size:
         with guard(rows.device):
-            smooth_kernel[(-(-len(rows) // BLOCK),)](
-                rows.contiguous(), scores, out, len(rows), reach, BLOCK=BLOCK, num_warps=WARPS
+            smooth_kernel[(-(-size // BLOCK),)](
+                rows.contiguous(), scores, out, size, reach, BLOCK=BLOCK, num_warps=WARPS
             )
     return out
