@@ -4,7 +4,7 @@
 
 A blend of Llama-3-8B's shape runs with the Triton operations over memory of a CPU. Kernels are
 bound and looked up as for a GPU, and not launched (`kvcore_kernels.unlaunched`). The engine's
-layers compute nothing. Counted is what kvcore asks for besides them (`kvcore.testing.gpu.counting`); the
+layers compute nothing. `kvcore.testing.gpu.counting` counts what kvcore asks for besides them. The
 seconds are the CPU time of the thread.
 """
 

@@ -31,4 +31,6 @@ ERRORS = {
     "DeadlineExceeded": "Nothing at once: the tokens are computed. If it happens often, loading "
     "from the tier is slower than computing: see `transfer.load_deadline_s` and "
     "`planner.enabled`.",
+    "RankLostError": "Restart the engine. If memory ran out on the rank, lower the device memory "
+    "that the engine takes.",
 }
