@@ -90,9 +90,10 @@ class BlendReport(msgspec.Struct, array_like=True):
     ``share`` is rows x layers computed, as a share of those KV was made for. ``rows`` counts the
     rows KV was made for, and ``kept`` is the mean number of rows computed at the layers after
     `FULL_LAYERS`. ``verdicts`` are the quality gate's, and ``reason`` is its last one. Times are in
-    seconds. If ``ok`` is False and ``arrived`` True, the blend itself failed. If ``arrived`` is
-    False, its chunks did not arrive, for example because a server exited. That says nothing about
-    blends.
+    seconds of the engine's thread, which on a GPU does not wait for the blend (see `BlendTime`).
+
+    If ``ok`` is False and ``arrived`` True, the blend itself failed. If ``arrived`` is False, its
+    chunks did not arrive, for example because a server exited. That says nothing about blends.
     """
 
     request_id: str
@@ -107,6 +108,20 @@ class BlendReport(msgspec.Struct, array_like=True):
     compute_s: float = 0.0
     look_s: float = 0.0
     arrived: bool = True
+
+
+class BlendTime(msgspec.Struct, array_like=True):
+    """How long a blend took on the device, without the waits for its chunks.
+
+    ``rows`` are computed at the full layers and ``kept`` (a mean) at the others, behind ``exact``
+    tokens of exact KV.
+    """
+
+    request_id: str
+    rows: int
+    kept: int
+    exact: int
+    seconds: float
 
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:

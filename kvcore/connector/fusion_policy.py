@@ -2,7 +2,7 @@
 
     at start        workers time their own layers          profile
     forwards        seconds of steps that prefill          forwards, if the engine reports them
-    blends          rows and seconds                       BlendReport
+    blends          rows and seconds                       BlendTime
     loads           bytes and seconds by path              the counters that workers send anyway
 
 A chunk is first fetched into host memory while its request waits, and loaded from there layer by
@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcore.connector.fusion_messages import FULL_LAYERS, BlendReport
+from kvcore.connector.fusion_messages import FULL_LAYERS, BlendTime
 from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings, Decision
-from kvcore.fusion.gate import GateAction
 from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.telemetry.rates import ForwardPart, Rates
 
@@ -82,6 +81,7 @@ class FusionPolicy:
         profile: Sequence[tuple[int, float]] = (),
         forwards: Sequence[tuple[int, float]] = (),
         counted: Data | None = None,
+        blends: Sequence[BlendTime] = (),
     ) -> None:
         """Learn from what the workers measured.
 
@@ -89,18 +89,15 @@ class FusionPolicy:
             profile: (rows, seconds) of the layers over an empty context.
             forwards: (number from `time`, seconds) of steps.
             counted: the transfer counters.
+            blends: the times of blends.
         """
         for rows, seconds in profile:
             self._controller.prefilled([ForwardPart(rows, 0)], seconds)
         for step, seconds in forwards:
             self._controller.prefilled(self._parts.pop(step, []), seconds)
         learn_loads(self._controller, self._paths, counted or {})
-
-    def blended(self, report: BlendReport, exact: int) -> None:
-        """Learn from a blend behind ``exact`` tokens. A blend that started over is ignored."""
-        if report.ok and set(report.verdicts) <= {GateAction.GO_ON.value}:
-            seconds = report.compute_s + report.look_s
-            self._controller.blended(report.rows, report.kept, exact, seconds)
+        for blend in blends:
+            self._controller.blended(blend.rows, blend.kept, blend.exact, blend.seconds)
 
     def decide(
         self,

@@ -285,8 +285,6 @@ class FusionScheduler:
         self.chunks.judge(report)
 
     def _count(self, plan: BlendPlan, report: BlendReport) -> None:
-        if self.policy is not None:
-            self.policy.blended(report, plan.exact)
         self.metrics.blend("blended" if report.ok else "failed")
         for verdict in report.verdicts:
             self.metrics.judged(verdict)

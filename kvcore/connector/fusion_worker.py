@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import NamedTuple
@@ -26,11 +27,18 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from kvcore.config import Config
-from kvcore.connector.fusion_messages import FULL_LAYERS, BlendOrder, BlendReport, pages_made
+from kvcore.connector.blend_clock import BlendClock
+from kvcore.connector.fusion_messages import (
+    FULL_LAYERS,
+    BlendOrder,
+    BlendReport,
+    BlendTime,
+    pages_made,
+)
 from kvcore.errors import RankLostError, TransferError
 from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer
 from kvcore.fusion.fusor import BlendJob, BlendOutcome, Fusor
-from kvcore.fusion.gate import Gate
+from kvcore.fusion.gate import Gate, GateAction
 from kvcore.fusion.ops import FusionOps, Sample
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
@@ -111,6 +119,10 @@ class RefusingFusionWorker:
         """Return nothing: there are no layers to time."""
         return []
 
+    def take_times(self) -> list[BlendTime]:
+        """Return nothing: there are no blends."""
+        return []
+
 
 class FusionWorker:
     """Carries out blends on one rank. Called from the model runner's thread only."""
@@ -141,6 +153,7 @@ class FusionWorker:
         self._device = self._view.tensors[0].device
         self._orders: list[tuple[BlendOrder, ChunkStaging | None]] = []
         self._reports: list[BlendReport] = []
+        self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
         if ops.compiles:
             self._prepare()
         self._profile = self._profiled() if config.fusion.adaptive else []
@@ -200,13 +213,15 @@ class FusionWorker:
         Layers are collectives, so either all ranks run them or none.
         """
         with ExitStack() as block:
-            ready = self._ready(order, staging, landed, block)
+            clock = BlendClock(self._worker.device)
+            ready = self._ready(order, staging, landed, clock, block)
             if not self._layers.agree(ready is not None) or ready is None:
                 return False
             budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
             try:
                 outcome = self._fusor.blend(*ready, self._selector, budget, self._gate)
-                self._report(order, ready.job, outcome)
+                clock.stop()
+                self._report(order, ready.job, outcome, clock)
             except RankLostError:
                 _log.exception("this rank is out of step with the others: the engine must end")
                 raise
@@ -220,6 +235,7 @@ class FusionWorker:
         order: BlendOrder,
         staging: ChunkStaging | None,
         landed: Callable[[int], None],
+        clock: BlendClock,
         block: ExitStack,
     ) -> _Ready | None:
         """Allocate all that a blend needs, and serve its request until ``block`` is left.
@@ -230,7 +246,7 @@ class FusionWorker:
             return None
         try:
             job = _job(order, self._device)
-            placed = self._placed(order, job, staging, landed)
+            placed = self._placed(order, job, staging, landed, clock)
             block.enter_context(self._layers.serving(self._served(order)))
         except Exception:  # noqa: BLE001 - told to the other ranks
             _log.exception("blend cannot begin, computing instead request=%s", order.request_id)
@@ -310,13 +326,15 @@ class FusionWorker:
         job: BlendJob,
         staging: ChunkStaging,
         landed: Callable[[int], None],
+        clock: BlendClock,
     ) -> PlacedChunks:
         slots = self._slots(order)
 
         def wait(layer: int) -> None:
-            landed(layer)
-            for chunk in order.chunks:
-                self._worker.wait_layer(chunk.graph.graph_id, layer)
+            with clock.waiting():
+                landed(layer)
+                for chunk in order.chunks:
+                    self._worker.wait_layer(chunk.graph.graph_id, layer)
 
         def sink(layer: int, kv: LayerKV) -> None:
             made = slice(order.exact, order.stop)
@@ -360,7 +378,20 @@ class FusionWorker:
         slots = pages[positions // self._page_tokens] * self._page_tokens
         return self._worker.device.upload(slots + positions % self._page_tokens)
 
-    def _report(self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome) -> None:
+    def take_times(self) -> list[BlendTime]:
+        """Return and forget the times of blends that the device has ended. Does not block.
+
+        A blend that started over has none: it says nothing about others.
+        """
+        found: list[BlendTime] = []
+        while self._timed and (seconds := self._timed[0][1].seconds()) is not None:
+            time, _ = self._timed.popleft()
+            found.append(replace(time, seconds=seconds))
+        return found
+
+    def _report(
+        self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome, clock: BlendClock
+    ) -> None:
         timings = outcome.layers + outcome.abandoned
         later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
         verdicts = outcome.verdicts
@@ -377,6 +408,9 @@ class FusionWorker:
             look_s=outcome.look_s,
         )
         self._reports.append(report)
+        if set(report.verdicts) <= {GateAction.GO_ON.value}:
+            time = BlendTime(order.request_id, report.rows, report.kept, order.exact, 0.0)
+            self._timed.append((time, clock))
         _log.debug(
             "blend request=%s tokens=%d..%d chunks=%d share=%.3f wait_s=%.4f compute_s=%.4f "
             "look_s=%.4f",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from kvcore._util.msgpack import decoder
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime
 from kvcore.index.slots import SlotRun
 from kvcore.telemetry.metrics import Data, merge
 from kvcore.transfer.graph import OpReport
@@ -49,6 +49,7 @@ class StepReport(msgspec.Struct, array_like=True):
         forwards: (number, seconds) of the forwards that a plan asked to time.
         profile: (rows, seconds) of the model's layers as a blend runs them, with no KV before the
             rows. Sent once.
+        blend_times: the times of blends that the device has ended, perhaps after their results.
         weights: the number of the first plan that runs with the model's weights as they are now;
             0 if they were never changed in place.
     """
@@ -58,6 +59,7 @@ class StepReport(msgspec.Struct, array_like=True):
     blends: list[BlendReport] = []
     forwards: list[tuple[int, float]] = []
     profile: list[tuple[int, float]] = []
+    blend_times: list[BlendTime] = []
     weights: int = 0
 
 
@@ -71,16 +73,20 @@ def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
         return ranks[0]
     merged = StepReport()
     blends: dict[str, BlendReport] = {}
+    times: dict[str, BlendTime] = {}
     for rank in ranks:
         merged.reports += rank.reports
         merge(merged.counted, rank.counted)
         merged.weights = max(merged.weights, rank.weights)
         merged.forwards = _slowest(merged.forwards, rank.forwards)
         merged.profile = _slowest(merged.profile, rank.profile)
+        for time in rank.blend_times:
+            if (slowest := times.get(time.request_id)) is None or slowest.seconds < time.seconds:
+                times[time.request_id] = time
         for report in rank.blends:
             if report.request_id not in blends or not report.ok:
                 blends[report.request_id] = report
-    merged.blends = list(blends.values())
+    merged.blends, merged.blend_times = list(blends.values()), list(times.values())
     return merged
 
 

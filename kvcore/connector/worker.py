@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import WorkPlan
 from kvcore.memory.device import Event
@@ -295,6 +295,10 @@ class StepWorker(Generic[_R]):
         Empty after the first call.
         """
         return self._blends.take_profile()
+
+    def take_blend_times(self) -> list[BlendTime]:
+        """Return and forget the times of blends that the device has ended. Does not block."""
+        return self._blends.take_times()
 
     # -- reports ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from kvcore.connector.build import (  # noqa: E402
     scheduler_parts,
 )
 from kvcore.connector.forward_timer import ForwardTimer  # noqa: E402
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.explain.recorder import RequestRecorder  # noqa: E402
@@ -114,6 +114,9 @@ class Landing:
         return [BlendReport(order.request_id) for order, _ in self.landed]
 
     def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
+    def take_times(self) -> list[BlendTime]:
         return []
 
 

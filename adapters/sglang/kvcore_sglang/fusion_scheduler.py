@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.connector.fusion_messages import BlendTime
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, read_options
 from kvcore.errors import ConfigError
 from kvcore.fusion.options import FusionOptions, fusion_options, shortened
@@ -86,8 +87,9 @@ class SglangFusionScheduler(FusionScheduler):
         profile: Sequence[tuple[int, float]],
         forwards: Sequence[tuple[Sequence[ForwardPart], float]],
         counted: Data,
+        blends: Sequence[BlendTime],
     ) -> None:
-        """Learn from the layers, forwards and copies that workers timed, in seconds."""
+        """Learn from the layers, forwards, copies and blends that workers timed, in seconds."""
         if self.policy is not None:
             steps = [(self.policy.time(parts), seconds) for parts, seconds in forwards]
-            self.policy.learn(profile, steps, counted)
+            self.policy.learn(profile, steps, counted, blends)

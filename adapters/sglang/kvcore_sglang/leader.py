@@ -443,7 +443,8 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         profile, forwards = self._local.take_profile(), self._local.take_forwards()
         self.recorder.learn(counted, profile, forwards)
         if self._fusion is not None:
-            self._fusion.learn_times(profile, forwards, counted)
+            times = self._local.take_blend_times()
+            self._fusion.learn_times(profile, forwards, counted, times)
         self.metrics.absorb(counted)
         for ranks in self._links.take_reports():
             self.metrics.absorb(ranks.counted)

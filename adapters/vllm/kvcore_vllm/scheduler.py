@@ -475,7 +475,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             self._weights = ranks.weights
             self.renew()
         if self._policy is not None:
-            self._policy.learn(ranks.profile, ranks.forwards, ranks.counted)
+            self._policy.learn(ranks.profile, ranks.forwards, ranks.counted, ranks.blend_times)
         for blend in ranks.blends:
             if self._fusion is not None:
                 self._fusion.take_report(blend)

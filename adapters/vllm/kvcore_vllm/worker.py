@@ -212,10 +212,13 @@ class WorkerConnector(StepWorker[str]):
         reports = self._take_reports()
         blends, self._made = self._made, []
         forwards, profile = self._clock.take(), self.take_profile()
+        times = self.take_blend_times()
         changed, self._told_weights = self._weights > self._told_weights, self._weights
-        if not (reports or blends or forwards or profile or changed):
+        if not (reports or blends or forwards or profile or times or changed):
             return None
-        return StepReport(reports, self.metrics.delta(), blends, forwards, profile, self._weights)
+        return StepReport(
+            reports, self.metrics.delta(), blends, forwards, profile, times, self._weights
+        )
 
     def _ended(self, load: Load[str]) -> None:
         if load.request_id is not None:

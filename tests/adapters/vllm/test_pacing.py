@@ -9,6 +9,7 @@ import pytest
 
 from kvcore.config.schema_fusion import FusionConfig
 from kvcore.connector.forward_timer import ForwardTimer
+from kvcore.connector.fusion_messages import BlendTime
 from kvcore.connector.fusion_policy import (
     TIMED_TOKENS,
     FusionPolicy,
@@ -38,9 +39,8 @@ def pace(ranks: int = 1, looks: bool = False, **settings: Any) -> FusionPolicy:
     )
 
 
-def report(rows: int, kept: int, seconds: float, **told: Any) -> Any:
-    given = {"ok": True, "verdicts": [], "look_s": 0.0, **told}
-    return SimpleNamespace(rows=rows, kept=kept, compute_s=seconds, **given)
+def blended(made: FusionPolicy, rows: int, kept: int, seconds: float) -> None:
+    made.learn(blends=[BlendTime("r", rows, kept, 0, seconds)])
 
 
 def prefill(made: FusionPolicy, tokens: int, seconds_of_row: float = ROW) -> None:
@@ -67,7 +67,7 @@ def test_a_blend_that_saves_nothing_is_declined() -> None:
             prefill(made, tokens)
             kept = tokens // 5
             walked = (2 * tokens + 28 * kept) * ROW * slow
-            made.blended(report(tokens, kept, walked), 0)
+            blended(made, tokens, kept, walked)
         decision = ask(made)
         assert decision.mode is mode, decision.reason
         assert decision.prefix_seconds == pytest.approx(3900 * LAYERS * ROW, rel=0.2)
@@ -113,17 +113,13 @@ def test_ranks_share_the_load() -> None:
     assert loads[0] == pytest.approx(4 * loads[1], rel=0.1)
 
 
-def test_what_says_nothing_of_a_blend_is_left_out() -> None:
+def test_a_slow_blend_is_learnt() -> None:
     made = pace()
     for tokens in (500, 2000, 3000, 4000):
         prefill(made, tokens)
     before = ask(made).blend_seconds
     for _ in range(20):
-        made.blended(report(1000, 200, 100.0, verdicts=["larger ratio", "go on"]), 0)
-        made.blended(report(1000, 200, 100.0, ok=False), 0)
-    assert ask(made).blend_seconds == before
-    for _ in range(20):
-        made.blended(report(1000, 200, 100.0, verdicts=["go on"]), 0)
+        blended(made, 1000, 200, 100.0)
     assert ask(made).blend_seconds > 2 * before
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import kvcore_vllm.connector
 from kvcore.connector.forward_timer import ForwardTimer
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport, ChunkLoad
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime, ChunkLoad
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.errors import TransferError
 from kvcore.memory.device import device_of
@@ -147,6 +147,9 @@ class _Blending:
         return [BlendReport(order.request_id, ok=True) for order in orders]
 
     def take_profile(self) -> list[tuple[int, float]]:
+        return []
+
+    def take_times(self) -> list[BlendTime]:
         return []
 
 

@@ -374,6 +374,14 @@ def test_a_single_rank_fails_alone() -> None:
     sites._fails_at = 5
     assert made.run(lambda layer: None) == ORDER.pages[1:9]
     assert [report.ok for report in made.take_reports()] == [False]
+    assert made.take_times() == [], "a blend that failed says nothing of others"
+    sites._fails_at = None
+    made.begin([ORDER])
+    assert made.run(lambda layer: None) == []
+    [report], [time] = made.take_reports(), made.take_times()
+    assert (time.rows, time.kept, time.exact) == (report.rows, report.kept, ORDER.exact)
+    assert time.seconds > 0
+    assert made.take_times() == []
 
 
 def test_a_guard_lets_a_lost_rank_through() -> None:
