@@ -79,6 +79,18 @@ def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") ->
             raise UnsupportedError(f"fusion is not served for {what} {name}")
 
 
+def agree_over(distributed: Any, well: bool) -> bool:
+    """Return True if ``well`` is true on every tensor-parallel rank. A collective.
+
+    ``distributed`` is that of `TensorParallelLayers`.
+    """
+    if distributed is None:
+        return well
+    ailing = torch.tensor([int(not well)])  # on the CPU: no device waits
+    torch.distributed.all_reduce(ailing, group=distributed.get_tp_group().cpu_group)
+    return not ailing.item()
+
+
 class TensorParallelLayers(EngineLayers):
     """The layers of an engine whose tensor-parallel ranks are a torch process group.
 
@@ -98,8 +110,4 @@ class TensorParallelLayers(EngineLayers):
         return summed
 
     def agree(self, well: bool) -> bool:
-        if self._distributed is None:
-            return well
-        ailing = torch.tensor([int(not well)])  # on the CPU: no device waits
-        torch.distributed.all_reduce(ailing, group=self._distributed.get_tp_group().cpu_group)
-        return not ailing.item()
+        return agree_over(self._distributed, well)

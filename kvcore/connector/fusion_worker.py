@@ -17,7 +17,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import NamedTuple
 
@@ -93,21 +93,58 @@ class _Ready(NamedTuple):
     placed: PlacedChunks
 
 
-class RefusingFusionWorker:
-    """The fusion worker of a rank that cannot blend: the engine computes. The log says why."""
+def _well(well: bool) -> bool:
+    return well
 
-    def __init__(self, page_tokens: int) -> None:
+
+class _Meetings:
+    """The meetings of a rank with the others before each blend.
+
+    ``agree`` is `DecoderLayers.agree`. Every rank makes one call for each order of a step. The
+    others would wait for ever for a rank that did not.
+    """
+
+    def __init__(self, agree: Callable[[bool], bool]) -> None:
+        self._agree = agree
+        self._met: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._met.clear()
+
+    def agree(self, order: BlendOrder, well: bool) -> bool:
+        """Return True if every rank can carry out the order. A collective."""
+        self._met.add(order.request_id)
+        return self._agree(well)
+
+    def decline(self, orders: Iterable[BlendOrder]) -> None:
+        """Tell the other ranks that this one cannot carry out those orders that are left."""
+        for order in orders:
+            if order.request_id not in self._met:
+                self.agree(order, well=False)
+
+
+class RefusingFusionWorker:
+    """The fusion worker of a rank that cannot blend: the engine computes. The log says why.
+
+    ``agree`` is `DecoderLayers.agree` of the engine's ranks; the default is that of a rank alone.
+    """
+
+    def __init__(self, page_tokens: int, agree: Callable[[bool], bool] = _well) -> None:
         self._page_tokens = page_tokens
         self._orders: list[BlendOrder] = []
+        self._meetings = _Meetings(agree)
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Refuse the chunks' graphs, and return their reports."""
+        self._meetings.begin()
         self._orders += orders
         graphs = [chunk.graph for order in orders for chunk in order.chunks]
         return [report for graph in graphs for report in refuse(graph, RowError.CANCELLED)]
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
-        """Return the pages of every order: none was filled."""
+        """Return the pages of every order: none was filled. A collective."""
+        self.decline(self._orders)
         return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
@@ -122,6 +159,10 @@ class RefusingFusionWorker:
     def take_times(self) -> list[BlendTime]:
         """Return nothing: there are no blends."""
         return []
+
+    def decline(self, orders: Iterable[BlendOrder]) -> None:
+        """Tell the other ranks that this one does not blend. A collective."""
+        self._meetings.decline(orders)
 
 
 class FusionWorker:
@@ -154,6 +195,7 @@ class FusionWorker:
         self._orders: list[tuple[BlendOrder, ChunkStaging | None]] = []
         self._reports: list[BlendReport] = []
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
+        self._meetings = _Meetings(layers.agree)
         if ops.compiles:
             self._prepare()
         self._profile = self._profiled() if config.fusion.adaptive else []
@@ -164,6 +206,7 @@ class FusionWorker:
         Does not raise: a rank that fails here must still meet the others in `run`.
         """
         refused: list[OpReport] = []
+        self._meetings.begin()
         for order in orders:
             staging = self._stage(order)
             waiting = [chunk.graph for chunk in order.chunks]
@@ -204,6 +247,14 @@ class FusionWorker:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
+    def decline(self, orders: Iterable[BlendOrder]) -> None:
+        """Tell the other ranks that this one does not carry out the rest of a step's orders.
+
+        For a rank whose other parts have failed: it still has to meet the others, once for each
+        order. A collective.
+        """
+        self._meetings.decline(orders)
+
     @torch.inference_mode()
     def _done(
         self, order: BlendOrder, staging: ChunkStaging | None, landed: Callable[[int], None]
@@ -215,7 +266,7 @@ class FusionWorker:
         with ExitStack() as block:
             clock = BlendClock(self._worker.device)
             ready = self._ready(order, staging, landed, clock, block)
-            if not self._layers.agree(ready is not None) or ready is None:
+            if not self._meetings.agree(order, ready is not None) or ready is None:
                 return False
             budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
             try:

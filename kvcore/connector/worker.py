@@ -289,6 +289,10 @@ class StepWorker(Generic[_R]):
             for report in self._blends.take_reports()
         ]
 
+    def decline_blends(self, orders: Iterable[BlendOrder]) -> None:
+        """Tell the other ranks that this one makes no more of a step's blends. A collective."""
+        self._blends.decline(orders)
+
     def take_profile(self) -> list[tuple[int, float]]:
         """Return (rows, seconds) of the layers, timed when the fusion worker was built.
 

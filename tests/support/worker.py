@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from kvcore.connector.fusion_messages import BlendOrder, ChunkLoad
 from kvcore.memory.device import Stream, device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import (
@@ -118,3 +119,9 @@ class ScriptedWorker:
 
     def follow(self, graph_id: int) -> None:
         self.on_wait()
+
+
+def blend_of(request_id: str, chunk: TransferGraph) -> BlendOrder:
+    loads = [ChunkLoad(chunk, 0, UNIT_TOKENS, 0, 0)]
+    tokens = b"\0" * 4 * UNIT_TOKENS
+    return BlendOrder(request_id, tokens, 0, 0, UNIT_TOKENS, [5], 0.1, loads, 1)

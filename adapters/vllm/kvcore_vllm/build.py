@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -21,6 +22,7 @@ from kvcore.connector.build import (
     scheduler_parts,
 )
 from kvcore.connector.clients import Clients
+from kvcore.connector.engine_layers import agree_over
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.connector.fusion_scheduler import FusionTraits
@@ -37,7 +39,7 @@ from kvcore.plugins.attention import AttentionHook
 from kvcore.runtime.build import load_plugins
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
-from kvcore_vllm.fusion import VllmLayers, find_worker, ropes_of
+from kvcore_vllm.fusion import VllmLayers, collectives, find_worker, ropes_of
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.identity import media_identity
@@ -224,7 +226,7 @@ def _blends(
         layers = VllmLayers(vllm_config, find_worker(vllm_config), group.names)
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
-        return RefusingFusionWorker(group.page_tokens)
+        return _refusing(vllm_config, group.page_tokens)
     return build_fusion_worker(FusionWorker, config, model, rank, parts, layers, ropes)
 
 
@@ -265,7 +267,14 @@ def _hook_attention(
         _log.warning("attention hooks are left out: %s: %s", names, error)
 
 
-def refusing_worker_connector(page_tokens: Sequence[int]) -> WorkerConnector:
+def _refusing(vllm_config: VllmConfig, page_tokens: int) -> RefusingFusionWorker:
+    """Build a fusion worker that refuses, and tells the other ranks so."""
+    return RefusingFusionWorker(page_tokens, partial(agree_over, collectives(vllm_config)))
+
+
+def refusing_worker_connector(
+    vllm_config: VllmConfig, page_tokens: Sequence[int]
+) -> WorkerConnector:
     """Build a worker that refuses all work, so that the leader learns of it and stops.
 
     The pages of loads that were planned before that are reported as failed, and the engine computes
@@ -273,7 +282,7 @@ def refusing_worker_connector(page_tokens: Sequence[int]) -> WorkerConnector:
     """
     return WorkerConnector(
         refusing_parts(),
-        RefusingFusionWorker(page_tokens[0]),
+        _refusing(vllm_config, page_tokens[0]),
         layer_of={},
         page_tokens=tuple(page_tokens),
         clock=ForwardTimer(device_of(None)),

@@ -203,13 +203,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         groups = self._kv_cache_config.kv_cache_groups
         sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
         if self._model is None:  # the leader may have read the model all the same
-            self._worker = WorkerGuard(refusing_worker_connector(sizes))
+            self._worker = WorkerGuard(refusing_worker_connector(self._vllm_config, sizes))
             return
         try:
             worker = build_worker_connector(self._config, self._vllm_config, self._model, kv_caches)
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
-            worker = refusing_worker_connector(sizes)
+            worker = refusing_worker_connector(self._vllm_config, sizes)
         self._worker = WorkerGuard(worker)
         watch_weights(self._vllm_config, self._worker.weights_changed)
 

@@ -98,6 +98,13 @@ class _Answering(AttentionHook):
         return self._attend(call.query, call.key, call.value)
 
 
+def collectives(vllm_config: VllmConfig) -> Any:
+    """Return vLLM's module of collectives, or None if there is one tensor-parallel rank."""
+    from vllm import distributed
+
+    return distributed if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+
+
 class VllmLayers(TensorParallelLayers):
     """The decoder of a loaded model on one rank. Used from the model runner's thread only.
 
@@ -105,10 +112,7 @@ class VllmLayers(TensorParallelLayers):
     """
 
     def __init__(self, vllm_config: VllmConfig, worker: Any, names: Sequence[str]) -> None:
-        from vllm import distributed
-
-        parallel = vllm_config.parallel_config.tensor_parallel_size > 1
-        super().__init__(distributed if parallel else None)
+        super().__init__(collectives(vllm_config))
         verdict().holds(FUSION)
         context = vllm_config.compilation_config.static_forward_context
         self._attention: list[Any] = [context[name] for name in names]

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvcore.connector.fusion_messages import BlendReport
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport
 from kvcore.connector.guard import Guard
 from kvcore.connector.messages import StepReport
 from kvcore.errors import TransferError
@@ -101,6 +101,7 @@ class WorkerGuard:
         self._worker = worker
         self._ledger = _Ledger()
         self._guard = Guard(self._stop)
+        self._orders: Sequence[BlendOrder] = ()
         self.stopped = ""
 
     def _run(self, name: str, call: Callable[[], _T], neutral: _T) -> _T:
@@ -121,10 +122,14 @@ class WorkerGuard:
 
     def begin(self, plan: StepPlan) -> None:
         self._ledger.promise(plan)
+        self._orders = tuple(plan.blends)
         self._run("handle_preemptions", lambda: self._worker.begin(plan), None)
 
     def start(self, request_ids: Sequence[str], *, layerwise: bool) -> None:
-        """Make the step's blends, before that wait for the sync loads unless ``layerwise``."""
+        """Make the step's blends, before that wait for the sync loads unless ``layerwise``.
+
+        A rank that is stopped declines them, because the other ranks ask each other.
+        """
 
         def start() -> None:
             self._worker.request_ids = request_ids
@@ -133,6 +138,9 @@ class WorkerGuard:
             self._worker.blend()
 
         self._run("start_load_kv", start, None)
+        orders, self._orders = self._orders, ()
+        if self.stopped:
+            self._worker.decline_blends(orders)
 
     def wait_for_layer(self, layer_name: str) -> None:
         self._run("wait_for_layer_load", lambda: self._worker.wait_for_layer(layer_name), None)

@@ -25,7 +25,7 @@ from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
 from support.vllm_leader import PAGES, LeaderRig
-from support.worker import UNIT_TOKENS, ScriptedWorker, load_graph
+from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 
 
 def connector_of(rig: LeaderRig) -> KVCoreConnector:
@@ -196,6 +196,8 @@ def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans() -> N
     spec = SimpleNamespace(block_size=UNIT_TOKENS)
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[assignment]
+    alone = SimpleNamespace(tensor_parallel_size=1)
+    connector._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
     connector.register_kv_caches({})
     connector.handle_preemptions(KVCoreMetadata.of(StepPlan(async_loads=[("r", load_graph(1))])))
     connector.wait_for_save()
@@ -236,6 +238,36 @@ CALLS = [
     "begin", "_tend_tiers", "_submit", "blend", "wait_for_layer", "stop_clock", "end_forward",
     "finished_loads", "take_bad_pages", "take_report",
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [*CALLS, "_begin_blends", "_lose", ""])
+def test_a_rank_that_fails_still_meets_the_others_once_for_each_blend(
+    monkeypatch: pytest.MonkeyPatch, scripted: ScriptedWorker, inside: str
+) -> None:
+    """They ask each other before each blend, and would wait for it for ever."""
+    met: list[bool] = []
+
+    def agree(well: bool) -> bool:
+        met.append(well)
+        return False
+
+    worker = WorkerConnector(
+        scripted.parts,
+        RefusingFusionWorker(UNIT_TOKENS, agree),
+        layer_of={"layer": 0},
+        page_tokens=(UNIT_TOKENS,),
+        clock=ForwardTimer(device_of(None)),
+    )
+    guard = WorkerGuard(worker)
+    plan = StepPlan(blends=[blend_of("a", load_graph(1)), blend_of("b", load_graph(2))])
+    with monkeypatch.context() as patch:
+        if inside:
+            patch.setattr(worker, inside, boom)
+        step(guard, plan)
+    assert met == [False, False]
+    if guard.stopped:
+        step(guard, StepPlan(blends=[blend_of("c", load_graph(3))]))
+        assert met == [False, False, False]
 
 
 @pytest.mark.parametrize("inside", CALLS)

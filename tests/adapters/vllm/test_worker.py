@@ -10,7 +10,7 @@ import pytest
 
 import kvcore_vllm.connector
 from kvcore.connector.forward_timer import ForwardTimer
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime, ChunkLoad
+from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.errors import TransferError
 from kvcore.memory.device import device_of
@@ -18,7 +18,7 @@ from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from kvcore_vllm.worker import WorkerConnector
-from support.worker import UNIT_TOKENS, ScriptedWorker, load_graph
+from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 
 
 @pytest.fixture
@@ -107,12 +107,6 @@ def test_sleep_waits_for_copies_of_pages(
     scripted.count_on_device = lambda: 1
     with pytest.raises(TransferError, match="must not sleep"):
         connector.unregister_kv_caches()
-
-
-def blend_of(request_id: str, chunk: TransferGraph) -> BlendOrder:
-    loads = [ChunkLoad(chunk, 0, UNIT_TOKENS, 0, 0)]
-    tokens = b"\0" * 4 * UNIT_TOKENS
-    return BlendOrder(request_id, tokens, 0, 0, UNIT_TOKENS, [5], 0.1, loads, 1)
 
 
 def test_blends_are_made_once_in_a_step(worker: WorkerConnector) -> None:

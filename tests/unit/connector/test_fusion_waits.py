@@ -20,7 +20,7 @@ def test_chunks_arrive_while_a_step_runs() -> None:
     """They go to memory of their own: the step that runs cannot matter to them."""
     rig = ManualRig()
     config = load_config(overrides={"fusion": {"adaptive": False}}, env={})
-    layers: Any = SimpleNamespace(layers=SHAPE.layers)
+    layers: Any = SimpleNamespace(layers=SHAPE.layers, agree=lambda well: well)
     selector: Any = None
     blends = FusionWorker(
         config, rig.worker, layers, [], SHAPE, selector, SHAPE.block_tokens, TorchFusion()
