@@ -431,13 +431,17 @@ def _runtime() -> _Runtime:
 # -- the choice -----------------------------------------------------------------------------
 
 _serving: dict[str, Callable[[torch.device], Device]] = {"cpu": CpuDevice, "cuda": CudaDevice}
+_made: dict[torch.device, Device] = {}
+"""Devices by their full names. A GPU without a number is the thread's current one: never kept."""
 
 
 def device_of(name: torch.device | None) -> Device:
-    """Return the `Device` for a torch device; None is the CPU.
+    """Return the `Device` for a torch device; None is the CPU. Every launch of a kernel asks.
 
     Raises UnsupportedError if kvcore knows no device of this type.
     """
+    if name is not None and (found := _made.get(name)) is not None:
+        return found
     import torch
 
     name = torch.device("cpu") if name is None else name
@@ -446,7 +450,10 @@ def device_of(name: torch.device | None) -> Device:
         raise UnsupportedError(
             f"KV on device {name}: kvcore copies on {', '.join(sorted(_serving))}"
         )
-    return make(name)
+    made = make(name)
+    if name.type == "cpu" or name.index is not None:
+        _made[name] = made
+    return made
 
 
 def serve_devices(kind: str, make: Callable[[torch.device], Device]) -> Callable[[], None]:
@@ -455,7 +462,13 @@ def serve_devices(kind: str, make: Callable[[torch.device], Device]) -> Callable
     Returns what undoes it.
     """
     before = _serving.get(kind)
-    _serving[kind] = make
-    if before is None:
-        return partial(_serving.__delitem__, kind)
-    return partial(_serving.__setitem__, kind, before)
+    _serve(kind, make)
+    return partial(_serve, kind, before)
+
+
+def _serve(kind: str, make: Callable[[torch.device], Device] | None) -> None:
+    if make is None:
+        del _serving[kind]
+    else:
+        _serving[kind] = make
+    _made.clear()
