@@ -1,4 +1,4 @@
-"""Which cores the threads of kvcore may run on.
+"""Places the threads of kvcore on the cores that the operator allows.
 
 Operators choose cores with taskset, numactl or a container's cpuset. Engines then bind their own
 threads, one core each: vLLM and SGLang do so on a CPU. A thread inherits the binding of the thread

@@ -78,7 +78,7 @@ def test_deviation_is_the_squared_distance(data: st.DataObject) -> None:
 @given(data=st.data())
 @settings(max_examples=15)
 def test_some_of_the_computed_rows_are_measured(data: st.DataObject) -> None:
-    """As a blend does: the chunk rows among all rows, against K indexed by position."""
+    """A blend does it so: the chunk rows among all rows, against K indexed by position."""
     cached, computed = (
         torch.randn(30, 2, 64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)
     )

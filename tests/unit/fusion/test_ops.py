@@ -86,7 +86,7 @@ def test_places_are_written_and_nothing_else() -> None:
 
 @given(data=st.data(), tokens=st.integers(1, 30))
 def test_the_best_chunk_rows_are_kept_and_all_fresh_rows(data: st.DataObject, tokens: int) -> None:
-    """As by `keep_top` of the chunk rows, and sorted with the others."""
+    """The rows are those of `keep_top` among the chunk rows, sorted with the others."""
     rows = sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))
     cached = sorted(data.draw(st.sets(st.sampled_from(rows))))
     offset_of = torch.full((tokens,), -1)
