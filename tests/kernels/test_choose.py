@@ -62,7 +62,7 @@ def test_lists_longer_than_a_block(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("total", [1, 63, 9000])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_the_highest_are_kept_among_rows_without_a_score(total: int, share: float) -> None:
-    """The kernel smooths as torch does, also over several blocks."""
+    """The kernel keeps the rows that torch keeps, also over several blocks."""
     generator = torch.Generator().manual_seed(total)
     positions = torch.arange(total) * 2 + 1
     scored = torch.rand(total, generator=generator) < share
