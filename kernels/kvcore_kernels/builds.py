@@ -136,9 +136,9 @@ def _deviations() -> Iterator[Build]:
         ("fp16 64", "float16", 64, 16, True), ("fp32 128", "float32", 128, 16, True),
         ("bf16 576", "bfloat16", 576, 16, True), ("bf16 80 unaligned", "bfloat16", 80, 2, True),
     ):  # fmt: skip
-        tile = deviations.tile_for(name, dim, width=width)
+        tile = deviations.tile_for(name, dim, width=width, chosen=which)
         yield _build(
-            f"deviation {short}", deviation_kernel, types, {"WHICH": which, **tile.constants},
+            f"deviation {short}", deviation_kernel, types, tile.constants(),
             unaligned=("which", "slots", "out"),
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ def _merges() -> Iterator[Build]:
         "latent": merges.tile_for(16, 576, 2),
         "unaligned": merges.tile_for(2, 80, 2),
     }.items():
-        yield _build(f"merge {name}", merge_kernel, types, tile.constants, unaligned=("slots",))
+        yield _build(f"merge {name}", merge_kernel, types, tile.constants(), unaligned=("slots",))
 
 
 _PACK = ("sources", "targets", "places", "units", "blocks")

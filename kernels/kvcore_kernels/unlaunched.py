@@ -1,7 +1,7 @@
 """Launches of kernels on a machine without a GPU: everything but the kernel itself happens.
 
     with unlaunched(names.append) as builds:
-        TritonFusion().merge(...)      Triton binds the arguments, and looks its build up
+        TritonFusion().merge(...)      binds the arguments, and looks the build up
     builds                             the builds that a GPU would have compiled
 
 For tests and benchmarks of the host's part. Kernels must not have been decorated for the
@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvcore.errors import UnsupportedError
+from kvcore_kernels.launcher import BUILDS
 from kvcore_kernels.merge.kernel import merge_kernel
 
 __all__ = ["unlaunched"]
@@ -57,6 +58,18 @@ class _Kernel:
 
     def launch_metadata(self, *_: object) -> None:
         return None
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        """Return what launches on ``grid``, as Triton's builds do."""
+
+        def runner(*given: Any) -> None:
+            driver = triton.runtime.driver.active
+            stream = driver.get_current_stream(driver.get_current_device())
+            metadata = self.launch_metadata(grid, stream, *given)
+            hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+            self.run(*grid, stream, None, None, metadata, *hooks, *given)
+
+        return runner
 
     def run(self, *given: Any) -> None:
         self._told(self._name)
@@ -92,7 +105,10 @@ def unlaunched(told: Callable[[str], object]) -> Iterator[list[tuple[str, str]]]
     before = triton.runtime.driver._active
     triton.runtime.driver.set_active(_Driver())
     try:
-        with mock.patch.object(JITFunction, "_do_compile", compiled):
+        with (
+            mock.patch.object(JITFunction, "_do_compile", compiled),
+            mock.patch.dict(BUILDS, clear=True),
+        ):
             yield builds
     finally:
         triton.runtime.driver._active = before

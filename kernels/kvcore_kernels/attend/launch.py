@@ -10,7 +10,8 @@ import torch
 from kvcore.memory.layout import Axis, KVView, Plane
 from kvcore_kernels.attend.checks import MIN_DIM, check_rows
 from kvcore_kernels.attend.kernel import attend_kernel
-from kvcore_kernels.planes import guard, power_of_two
+from kvcore_kernels.launcher import Launcher
+from kvcore_kernels.planes import power_of_two
 
 __all__ = ["AttendTile", "attend_parts", "attend_rows", "constants", "tile_for"]
 
@@ -111,31 +112,40 @@ def _launch(
     out = queries.new_empty(rows, query_heads, v_dim)
     if not rows:
         return out
-    tile, fixed, strides = _build(
+    launch, grid_rows, group, strides = _build(
         query_heads // heads, 0 if page_table is None else page_tokens, key, value, v_dim,
         bool(latent_dim), window, soft_cap > 0, queries.dtype == torch.float32,
     )  # fmt: skip
-    group = fixed["GROUP"]
     query_row, query_head, _ = queries.stride()
-    with guard(queries.device):
-        attend_kernel[(-(-rows // (tile.rows // group)), query_heads // group)](
-            queries, out, positions, positions if page_table is None else page_table,
-            keys, values, *strides, rows, tokens, query_row, query_head, scale, soft_cap,
-            **fixed, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    launch(
+        queries.device, (-(-rows // grid_rows), query_heads // group),
+        queries, out, positions, positions if page_table is None else page_table,
+        keys, values, *strides, rows, tokens, query_row, query_head, scale, soft_cap,
+    )  # fmt: skip
     return out
+
+
+class _Built(NamedTuple):
+    """A launcher; the rows and query heads of a program; the strides that the kernel takes."""
+
+    launch: Launcher
+    rows: int
+    heads: int
+    strides: tuple[int, ...]
 
 
 @cache
 def _build(
     group: int, page_tokens: int, key: Plane, value: Plane, v_dim: int,
     latent: bool, window: int, capped: bool, full: bool,
-) -> tuple[AttendTile, dict[str, Any], tuple[int, ...]]:  # fmt: skip
+) -> _Built:  # fmt: skip
     tile, fixed = constants(
         group, page_tokens, key, value, v_dim,
         latent=latent, window=window, capped=capped, full=full,
     )  # fmt: skip
-    return tile, fixed, (*_strides(key), *_strides(value))
+    launch = Launcher(attend_kernel, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    pack = fixed["GROUP"]
+    return _Built(launch, tile.rows // pack, pack, (*_strides(key), *_strides(value)))
 
 
 def constants(

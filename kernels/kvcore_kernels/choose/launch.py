@@ -8,7 +8,7 @@ import torch
 
 from kvcore_kernels.choose.checks import Kept, check_scores
 from kvcore_kernels.choose.kernel import choose_kernel, keep_kernel
-from kvcore_kernels.planes import guard
+from kvcore_kernels.launcher import Launcher
 
 __all__ = ["BLOCK", "WARPS", "keep_above", "keep_rows", "keep_top"]
 
@@ -16,6 +16,10 @@ WARPS = 16
 BLOCK = 4096
 """Scores that the program processes together. One number, so that nothing is compiled for a list of
 another size. Untuned: no GPU was at hand."""
+
+_launch_choose = Launcher(choose_kernel, {"BLOCK": BLOCK}, num_warps=WARPS)
+_launch_keep = Launcher(keep_kernel, {"BLOCK": BLOCK}, num_warps=WARPS)
+_ONE = (1,)
 
 
 def keep_top(rows: torch.Tensor, scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -48,12 +52,10 @@ def _choose(rows: torch.Tensor, scores: torch.Tensor, bound: float, least: int, 
     most = min(most, size)
     out = rows.new_empty(most)
     kept = torch.empty(1, dtype=torch.int32, device=rows.device)
-    with guard(rows.device):
-        choose_kernel[(1,)](
-            rows.contiguous(), scores.contiguous(), out, kept,
-            size, most, float(bound), min(least, most), most,
-            BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    _launch_choose(
+        rows.device, _ONE, rows.contiguous(), scores.contiguous(), out, kept,
+        size, most, float(bound), min(least, most), most,
+    )  # fmt: skip
     return Kept(out, kept)
 
 
@@ -75,11 +77,10 @@ def keep_rows(
     check_scores(positions[:size], scores, count, size)
     room = total - size + count
     out = positions.new_empty(2 * (room + count))
-    with guard(positions.device):
-        keep_kernel[(1,)](
-            positions.contiguous(), offset_of, scores.contiguous(), out, total, size, count, room,
-            BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+    _launch_keep(
+        positions.device, _ONE, positions.contiguous(), offset_of, scores.contiguous(), out,
+        total, size, count, room,
+    )  # fmt: skip
     return (
         out[:room],
         out[room : 2 * room],

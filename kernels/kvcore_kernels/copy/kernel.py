@@ -52,10 +52,10 @@ def copy_kernel(
     targets,  # int64 [planes, FIELDS]
     src_units,  # int64 [units]
     dst_units,  # int64 [units]
-    heads,
-    unit_tokens,
-    src_page_units,
-    dst_page_units,
+    heads: tl.int32,
+    unit_tokens: tl.int32,
+    src_page_units: tl.int32,
+    dst_page_units: tl.int32,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     MULTIPLE: tl.constexpr,
@@ -91,12 +91,12 @@ def bounded_copy_kernel(
     targets,  # int64 [planes, FIELDS]
     src_units,  # int64 [units]
     dst_units,  # int64 [units]
-    units,
-    planes,
-    heads,
-    unit_tokens,
-    src_page_units,
-    dst_page_units,
+    units: tl.int32,
+    planes: tl.int32,
+    heads: tl.int32,
+    unit_tokens: tl.int32,
+    src_page_units: tl.int32,
+    dst_page_units: tl.int32,
     FIELDS: tl.constexpr,
     DTYPE: tl.constexpr,
     MULTIPLE: tl.constexpr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvcore.memory.device import Device, Event, device_of
 from kvcore.memory.layout import KVView
 from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.lang import word_type
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.planes import (
     FIELDS,
     HEAD_DIM,
@@ -109,18 +111,22 @@ def copy_units(
             stream.follow(plan.sent)
         pages = [view.layout.page_tokens // unit_tokens for view in (src, dst)]
         sizes = heads.size, unit_tokens, *pages
-        constants, tiles = plan.tile.constants(), _tiles(plan.tile, unit_tokens, heads)
+        tiles = _tiles(plan.tile, unit_tokens, heads)
+        launch = _launcher(plan.tile, programs is not None)
+        tables = plan.sources, plan.targets, *units
         if programs is None:
-            copy_kernel[(len(src_units), plan.planes, tiles)](
-                plan.sources, plan.targets, *units, *sizes, **constants, num_warps=_WARPS
-            )
+            launch(device, (len(src_units), plan.planes, tiles), *tables, *sizes)
         else:
             count = len(src_units) * plan.planes * tiles
-            bounded_copy_kernel[(min(programs, count),)](
-                plan.sources, plan.targets, *units, len(src_units), plan.planes, *sizes,
-                **constants, num_warps=_WARPS,
-            )  # fmt: skip
+            grid = (min(programs, count),)
+            launch(device, grid, *tables, len(src_units), plan.planes, *sizes)
         stream.hold(plan.sources)
+
+
+@cache
+def _launcher(tile: CopyTile, bounded: bool) -> Launcher:
+    kernel = bounded_copy_kernel if bounded else copy_kernel
+    return Launcher(kernel, tile.constants(), num_warps=_WARPS)
 
 
 def prepare(src: KVView, dst: KVView, unit_tokens: int, programs: int | None = None) -> None:

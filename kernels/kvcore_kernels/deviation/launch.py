@@ -21,7 +21,8 @@ from kvcore_kernels.fusion_rows import (
     strided_rows,
 )
 from kvcore_kernels.lang import float_type
-from kvcore_kernels.planes import guard, power_of_two
+from kvcore_kernels.launcher import Launcher
+from kvcore_kernels.planes import power_of_two
 
 __all__ = ["DeviationTile", "deviations", "parts_off", "tile_for"]
 
@@ -32,24 +33,29 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class DeviationTile:
-    """The compile-time constants of the deviation, apart from WHICH."""
+    """The compile-time constants of the deviation, of chosen or of all computed rows."""
 
     dtype: str
     width: int
     rows: int
     dim: int
+    chosen: bool
 
-    @cached_property
     def constants(self) -> dict[str, Any]:
-        """The constants by name. Not to be changed."""
         kind = float_type(self.dtype)
         return {
+            "WHICH": self.chosen,
             "DTYPE": kind,
             "MULTIPLE": self.width * 8 // kind.primitive_bitwidth,
             "WIDTH": self.width,
             "ROWS": self.rows,
             "DIM": self.dim,
         }
+
+    @cached_property
+    def launch(self) -> Launcher:
+        """The launcher of the kernel with these constants."""
+        return Launcher(deviation_kernel, self.constants(), num_warps=_WARPS)
 
 
 def deviations(
@@ -85,19 +91,20 @@ def parts_off(
     fresh = [strided_rows(part) for part in parts]
     width = common_width((*fresh, *cached), parts[0].element_size())
     dtype = str(parts[0].dtype).removeprefix("torch.")
-    tile = tile_for(dtype, max(part.dim for part in fresh), width=width)
-    with guard(slots.device):
-        deviation_kernel[(-(-rows // tile.rows), len(parts))](
-            slots if which is None else which, slots.contiguous(), out,
-            *arguments(fresh, cached, 1),
-            rows, heads, page_tokens,
-            WHICH=which is not None, **tile.constants, num_warps=_WARPS,
-        )  # fmt: skip
+    tile = tile_for(
+        dtype, max(part.dim for part in fresh), width=width, chosen=which is not None
+    )
+    tile.launch(
+        slots.device, (-(-rows // tile.rows), len(parts)),
+        slots if which is None else which, slots.contiguous(), out,
+        *arguments(fresh, cached, 1),
+        rows, heads, page_tokens,
+    )  # fmt: skip
     return out
 
 
 @cache
-def tile_for(dtype: str, head_dim: int, *, width: int) -> DeviationTile:
+def tile_for(dtype: str, head_dim: int, *, width: int, chosen: bool) -> DeviationTile:
     """Return the tile for heads of ``head_dim``."""
     dim = power_of_two(head_dim)
-    return DeviationTile(dtype, width, max(1, _TILE // dim), dim)
+    return DeviationTile(dtype, width, max(1, _TILE // dim), dim, chosen)

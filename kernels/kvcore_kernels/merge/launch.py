@@ -19,9 +19,10 @@ from kvcore_kernels.fusion_rows import (
     strided_rows,
 )
 from kvcore_kernels.lang import word_type
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.merge.checks import check_merge
 from kvcore_kernels.merge.kernel import merge_kernel
-from kvcore_kernels.planes import guard, power_of_two
+from kvcore_kernels.planes import power_of_two
 
 __all__ = ["MergeTile", "merge_parts", "merge_rows", "tile_for"]
 
@@ -41,9 +42,7 @@ class MergeTile:
     rows: int
     dim: int
 
-    @cached_property
     def constants(self) -> dict[str, Any]:
-        """The constants by name. Not to be changed."""
         return {
             "DTYPE": word_type(self.size),
             "MULTIPLE": self.width // self.size,
@@ -51,6 +50,11 @@ class MergeTile:
             "ROWS": self.rows,
             "DIM": self.dim,
         }
+
+    @cached_property
+    def launch(self) -> Launcher:
+        """The launcher of the kernel with these constants."""
+        return Launcher(merge_kernel, self.constants(), num_warps=_WARPS)
 
 
 def merge_rows(
@@ -83,12 +87,11 @@ def merge_parts(
     tile = tile_for(
         common_width((*given, *into), itemsize), max(part.dim for part in given), itemsize
     )
-    with guard(slots.device):
-        merge_kernel[(-(-rows * heads // tile.rows), len(parts))](
-            slots.contiguous(), *arguments(given, into, tile.size // itemsize),
-            rows, heads, page_tokens,
-            **tile.constants, num_warps=_WARPS,
-        )  # fmt: skip
+    tile.launch(
+        slots.device, (-(-rows * heads // tile.rows), len(parts)),
+        slots.contiguous(), *arguments(given, into, tile.size // itemsize),
+        rows, heads, page_tokens,
+    )  # fmt: skip
 
 
 @cache

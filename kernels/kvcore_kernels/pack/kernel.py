@@ -72,11 +72,11 @@ def pack_kernel(
     units,  # int64 [blocks, UNITS]
     blocks,  # int64 [blocks]
     scales,  # float32 [slots, slot_planes, slot_heads]
-    first_head,
-    slot_planes,
-    slot_heads,
-    unit_tokens,
-    page_units,
+    first_head: tl.int32,
+    slot_planes: tl.int32,
+    slot_heads: tl.int32,
+    unit_tokens: tl.int32,
+    page_units: tl.int32,
     FIELDS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -159,11 +159,11 @@ def unpack_kernel(
     units,  # int64 [blocks, UNITS]
     blocks,  # int64 [blocks]
     scales,  # float32 [slots, slot_planes, slot_heads]
-    first_head,
-    slot_planes,
-    slot_heads,
-    unit_tokens,
-    page_units,
+    first_head: tl.int32,
+    slot_planes: tl.int32,
+    slot_heads: tl.int32,
+    unit_tokens: tl.int32,
+    page_units: tl.int32,
     FIELDS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,

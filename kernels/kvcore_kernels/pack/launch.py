@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from kvcore.memory.copy.base import HeadRange, Units
 from kvcore.memory.layout import KVView
 from kvcore_kernels.lang import float_type
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.pack.checks import LARGEST, SMALLEST, check_pack
 from kvcore_kernels.pack.kernel import pack_kernel, unpack_kernel
 from kvcore_kernels.planes import (
@@ -99,7 +101,7 @@ def pack_blocks(
     GPU's or pinned. The work is enqueued on the current stream; the host does not wait.
     Thread-safe. Raises LayoutError or UnsupportedError for arguments that do not fit each other.
     """
-    _launch(pack_kernel, src, src_units, dst, dst_blocks, scales, layers, heads)
+    _launch(True, src, src_units, dst, dst_blocks, scales, layers, heads)
 
 
 def unpack_blocks(
@@ -117,11 +119,11 @@ def unpack_blocks(
     packed side. Units and blocks below 0 are skipped.
     """
     flipped = HeadRange(heads.dst, heads.src, heads.size)
-    _launch(unpack_kernel, dst, dst_units, src, src_blocks, scales, layers, flipped)
+    _launch(False, dst, dst_units, src, src_blocks, scales, layers, flipped)
 
 
 def _launch(
-    kernel: Any,
+    packing: bool,
     wide: KVView,
     units: Units,
     packed: KVView,
@@ -130,14 +132,13 @@ def _launch(
     layers: Sequence[int],
     heads: HeadRange,
 ) -> None:
-    """Launch either kernel. In ``heads``, ``src`` is the wide side."""
+    """Pack or unpack. In ``heads``, ``src`` is the wide side."""
     tokens = check_pack(wide, units, packed, blocks, scales, layers, heads)
     if not (units.size and len(layers) and heads.size):
         return
     wide_table, packed_table = (
         plane_table(wide, layers, heads.src), plane_table(packed, layers, heads.dst)
     )  # fmt: skip
-    packing = kernel is pack_kernel
     device = kernel_device((wide, packed))
     tables = [wide_table, packed_table]
     tile = tile_for(
@@ -154,11 +155,18 @@ def _launch(
     with guard(device):
         rows = [table.rows for table in (tables if packing else reversed(tables))]
         arrays = to_device((*rows, places, units, chosen), device)
-        kernel[(len(blocks), len(places), heads.size)](
-            *arrays, scales, heads.dst, packed.layout.layers * parts, packed.layout.kv_heads,
-            tokens, wide.layout.page_tokens // tokens,
-            **tile.constants(), **(tile.limits() if packing else {}), num_warps=_WARPS,
-        )  # fmt: skip
+    _launcher(tile, packing)(
+        device, (len(blocks), len(places), heads.size),
+        *arrays, scales, heads.dst, packed.layout.layers * parts, packed.layout.kv_heads,
+        tokens, wide.layout.page_tokens // tokens,
+    )  # fmt: skip
+
+
+@cache
+def _launcher(tile: PackTile, packing: bool) -> Launcher:
+    if packing:
+        return Launcher(pack_kernel, tile.constants() | tile.limits(), num_warps=_WARPS)
+    return Launcher(unpack_kernel, tile.constants(), num_warps=_WARPS)
 
 
 def has_fp8(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvcore.memory.copy.base import HeadRange, Units
 from kvcore.memory.layout import KVView
 from kvcore_kernels.fusion_rows import check_count
 from kvcore_kernels.lang import float_type
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.planes import (
     FIELDS,
     PlaneTable,
@@ -163,12 +165,16 @@ class Shifts:
             src.layout.page_tokens // unit_tokens, target_page_tokens // unit_tokens,
             turns.cos.shape[1],
         )  # fmt: skip
-        self._constants = tile.constants()
+        self._launch = _launcher(tile)
 
     def launch(self, first: int) -> None:
         """Copy planes of the source from number ``first`` on to the planes of the target."""
-        with guard(self._device):
-            shift_kernel[self._grid](*self._arguments, first, **self._constants, num_warps=_WARPS)
+        self._launch(self._device, self._grid, *self._arguments, first)
+
+
+@cache
+def _launcher(tile: ShiftTile) -> Launcher:
+    return Launcher(shift_kernel, tile.constants(), num_warps=_WARPS)
 
 
 def tile_for(

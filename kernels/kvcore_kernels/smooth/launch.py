@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvcore_kernels.choose.checks import check_scores
-from kvcore_kernels.planes import guard
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.smooth.kernel import smooth_kernel
 
 __all__ = ["BLOCK", "WARPS", "smoothed"]
@@ -13,6 +13,8 @@ __all__ = ["BLOCK", "WARPS", "smoothed"]
 BLOCK = 256
 """Scores of a program. Untuned: no GPU was at hand."""
 WARPS = 2
+
+_launch = Launcher(smooth_kernel, {"BLOCK": BLOCK}, num_warps=WARPS)
 
 
 def smoothed(rows: torch.Tensor, scores: torch.Tensor, reach: int) -> torch.Tensor:
@@ -26,8 +28,6 @@ def smoothed(rows: torch.Tensor, scores: torch.Tensor, reach: int) -> torch.Tens
     out = torch.empty_like(scores)
     size = rows.shape[0]
     if size:
-        with guard(rows.device):
-            smooth_kernel[(-(-size // BLOCK),)](
-                rows.contiguous(), scores, out, size, reach, BLOCK=BLOCK, num_warps=WARPS
-            )
+        grid = (-(-size // BLOCK),)
+        _launch(rows.device, grid, rows.contiguous(), scores, out, size, reach)
     return out

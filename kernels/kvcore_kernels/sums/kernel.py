@@ -17,7 +17,7 @@ def sum_kernel(
     offsets,  # int64 [blocks], in words
     out,  # int64 [blocks, parts]
     words,
-    last,
+    last: tl.int64,
     KEY: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,

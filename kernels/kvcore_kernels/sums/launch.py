@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcore.memory.checksums import FIRST, KEY, SECOND
+from kvcore_kernels.launcher import Launcher
 from kvcore_kernels.planes import guard, to_device
 from kvcore_kernels.sums.checks import check_sums
 from kvcore_kernels.sums.kernel import sum_kernel
@@ -23,6 +24,9 @@ at hand."""
 def constants() -> dict[str, int]:
     """Return the compile-time constants."""
     return {"KEY": KEY, "FIRST": FIRST, "SECOND": SECOND, "BLOCK": _BLOCK, "STEPS": _STEPS}
+
+
+_launch = Launcher(sum_kernel, constants(), num_warps=4)
 
 
 def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
@@ -43,8 +47,6 @@ def sums(data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
     places = np.array([(offset - at) // 8 for offset in offsets], dtype=np.int64)
     last = (1 << 8 * rest) - 1 if rest else -1
     with guard(data.device):
-        sum_kernel[(parts, len(offsets))](
-            view, *to_device([places], data.device), out, words, last,
-            **constants(), num_warps=4,
-        )  # fmt: skip
+        (places_there,) = to_device([places], data.device)
+    _launch(data.device, (parts, len(offsets)), view, places_there, out, words, last)
     return [value % 2**64 for value in out.sum(1).tolist()]
