@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcore_kernels.attend.kernel import attend_kernel
+from kvcore_kernels.balance.kernel import balance_kernel
 from kvcore_kernels.choose.kernel import choose_kernel, keep_kernel
 from kvcore_kernels.copy.kernel import bounded_copy_kernel, copy_kernel
 from kvcore_kernels.deviation.kernel import deviation_kernel
@@ -16,6 +17,7 @@ __all__ = ["KERNELS"]
 
 KERNELS = (
     attend_kernel,
+    balance_kernel,
     bounded_copy_kernel,
     choose_kernel,
     copy_kernel,

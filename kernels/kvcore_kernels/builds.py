@@ -10,6 +10,8 @@ from kvcore.fusion.rope import Pairing, Rope
 from kvcore.memory.layout import Axis, Plane
 from kvcore_kernels.attend.kernel import attend_kernel
 from kvcore_kernels.attend.launch import constants
+from kvcore_kernels.balance import launch as balances
+from kvcore_kernels.balance.kernel import balance_kernel
 from kvcore_kernels.choose import launch as choices
 from kvcore_kernels.choose.kernel import choose_kernel, keep_kernel
 from kvcore_kernels.copy import launch as copies
@@ -79,6 +81,7 @@ def shipped() -> Iterator[Build]:
     yield from _deviations()
     yield from _choices()
     yield from _smooths()
+    yield from _balances()
     yield from _merges()
     yield from _packs()
     yield from _sums()
@@ -160,6 +163,14 @@ def _smooths() -> Iterator[Build]:
     yield _build(
         "smooth", smooth_kernel, types, {"BLOCK": smooths.BLOCK}, warps=smooths.WARPS,
         unaligned=("rows", "scores", "out"),
+    )  # fmt: skip
+
+
+def _balances() -> Iterator[Build]:
+    names = "one", "other", "out"
+    yield _build(
+        "balance", balance_kernel, dict.fromkeys(names, "*fp32"), {"BLOCK": balances.BLOCK},
+        warps=balances.WARPS, unaligned=names,
     )  # fmt: skip
 
 

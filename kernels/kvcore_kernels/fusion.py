@@ -17,6 +17,7 @@ from kvcore.memory.copy.base import DeviceOps, HeadRange
 from kvcore.memory.layout import KVView
 from kvcore_kernels.attend.checks import MIN_DIM
 from kvcore_kernels.attend.launch import attend_parts
+from kvcore_kernels.balance.launch import balanced
 from kvcore_kernels.choose.launch import keep_rows
 from kvcore_kernels.deviation.checks import DTYPES
 from kvcore_kernels.deviation.launch import parts_off
@@ -75,8 +76,9 @@ class TritonFusion(TorchFusion):
             self.placing(source, kv, [Place(0, 1, 1, 1)], ropes, copies).place(turning)
         every = torch.arange(count, device=queries.device)
         self.merge(kv, every, fresh)
-        scores = self.deviation(fresh.keys, every, kv.keys, every)
+        scores = self.deviation(fresh, every, kv, every)[0]
         self.smooth(every, scores, 1, count)
+        self.balance(scores, scores)
         self.keep(Rows(every, every, every), every, scores, 1)
         for attention in dict.fromkeys(sample.attention):
             self.attend(queries, every, kv, attention)
@@ -116,13 +118,19 @@ class TritonFusion(TorchFusion):
             return super().merge(into, rows, fresh)
         return merge_parts(fresh, [strided_rows(part) for part in into], rows, 1)
 
-    def deviation(self, fresh: Tensor, which: Tensor, cached: Tensor, rows: Tensor) -> Tensor:
-        if fresh.dtype not in DTYPES or cached.dtype != fresh.dtype:
+    def deviation(
+        self, fresh: Sequence[Tensor], which: Tensor, cached: Sequence[Tensor], rows: Tensor
+    ) -> Tensor:
+        dtype = fresh[0].dtype
+        if dtype not in DTYPES or any(part.dtype != dtype for part in (*fresh, *cached)):
             return super().deviation(fresh, which, cached, rows)
-        return parts_off([fresh], which, [strided_rows(cached)], rows, 1)[0]
+        return parts_off(fresh, which, [strided_rows(part) for part in cached], rows, 1)
 
     def smooth(self, rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
         return smoothed(rows, scores, reach)
+
+    def balance(self, one: Tensor, other: Tensor) -> Tensor:
+        return balanced(one, other)
 
     def keep(self, rows: Rows, offset_of: Tensor, scores: Tensor, count: int) -> Kept:
         positions, going, chunk, places = keep_rows(rows.positions, offset_of, scores, count)

@@ -17,6 +17,9 @@ from kvcore.fusion.select import Candidates, Measure, Selector, deviation
 
 __all__ = ["LayerCandidates"]
 
+_PARTS = {Measure.KEY: 0, Measure.VALUE: 1}
+"""The part of a `LayerKV` that a deviation is of."""
+
 
 class LayerCandidates(Candidates):
     """The rows of one layer that have cached KV. One owner.
@@ -50,7 +53,7 @@ class LayerCandidates(Candidates):
     ) -> None:
         self.__dict__.update(  # the base is frozen
             layer=layer, rows=rows.places, reduce=layers.reduce, distance=deviation,
-            smooth=ops.smooth, end=offset_of.shape[0],
+            smooth=ops.smooth, balance=ops.balance, end=offset_of.shape[0],
             _rows=rows, _new=new, _cached=cached, _offset_of=offset_of, _question=question,
             _ops=ops, _step=step, _taken={}, _scores=None, _closed=False,
         )  # fmt: skip
@@ -81,17 +84,27 @@ class LayerCandidates(Candidates):
         return None if whole is None else whole.index_select(0, self._rows.places)
 
     def local(self, what: Measure) -> Tensor:
-        if what not in (Measure.KEY, Measure.VALUE):
-            return super().local(what)
-        part = 0 if what is Measure.KEY else 1
-        return self._ops.deviation(
-            self._new[part], self._rows.chunk, self._cached[part], self._rows.places
-        )
+        return self._deviations([what])[0] if what in _PARTS else super().local(what)
+
+    def _deviations(self, whats: Sequence[Measure]) -> Tensor:
+        """Return deviations of K and V, in this order, [measures, n] in float32."""
+        new, cached = ([kv[_PARTS[what]] for what in whats] for kv in (self._new, self._cached))
+        return self._ops.deviation(new, self._rows.chunk, cached, self._rows.places)
 
     def take(self, measures: Sequence[Measure]) -> None:
-        """Compute measures and sum them over the ranks. A collective."""
-        for what in measures:
-            if what not in self._taken:
+        """Compute measures and sum them over the ranks. A collective.
+
+        The deviations of K and V are computed and summed together.
+        """
+        wanted = [what for what in Measure if what in measures and what not in self._taken]
+        off = [what for what in wanted if what in _PARTS]
+        if off:
+            own = self._step.alone(
+                partial(self._deviations, off), lambda: self._zeros().repeat(len(off), 1)
+            )
+            self._taken.update(zip(off, self.reduce(own).unbind(), strict=True))
+        for what in wanted:
+            if what not in off:
                 own = self._step.alone(partial(self.local, what), self._zeros)
                 self._taken[what] = self.reduce(own)
 

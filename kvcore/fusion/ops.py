@@ -4,6 +4,7 @@
     merge      writes computed rows over the cached ones
     deviation  computes how far cached rows deviate
     smooth     averages scores over neighbouring rows
+    balance    adds two kinds of scores
     keep       chooses the rows with the highest scores
     attend     computes attention of the kept rows
 
@@ -27,7 +28,7 @@ from kvcore.fusion.attend import Attention, attend_rows
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.rows import Rows
-from kvcore.fusion.select import deviation, keep_top, smoothed
+from kvcore.fusion.select import balanced, deviation, keep_top, smoothed
 from kvcore.memory.copy.base import DeviceOps, Units
 from kvcore.memory.layout import KVView, sglang_layout
 
@@ -137,15 +138,22 @@ class FusionOps(ABC):
         """Write K and V computed for ``rows`` (int64, distinct) to their positions in ``into``."""
 
     @abstractmethod
-    def deviation(self, fresh: Tensor, which: Tensor, cached: Tensor, rows: Tensor) -> Tensor:
+    def deviation(
+        self, fresh: Sequence[Tensor], which: Tensor, cached: Sequence[Tensor], rows: Tensor
+    ) -> Tensor:
         """Compute `kvcore.fusion.select.deviation` of ``fresh[which]`` from ``cached[rows]``.
 
-        ``which`` and ``rows`` are int64, and equally long.
+        ``fresh`` and ``cached`` are K, or V, or both in this order; the result is [parts, rows]
+        float32. ``which`` and ``rows`` are int64, and equally long.
         """
 
     @abstractmethod
     def smooth(self, rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
         """Compute `kvcore.fusion.select.smoothed`."""
+
+    @abstractmethod
+    def balance(self, one: Tensor, other: Tensor) -> Tensor:
+        """Compute `kvcore.fusion.select.balanced`, up to the rounding of the means."""
 
     @abstractmethod
     def keep(self, rows: Rows, offset_of: Tensor, scores: Tensor, count: int) -> Kept:
@@ -233,11 +241,18 @@ class TorchFusion(FusionOps):
     def merge(self, into: LayerKV, rows: Tensor, fresh: LayerKV) -> None:
         into.keys[rows], into.values[rows] = fresh
 
-    def deviation(self, fresh: Tensor, which: Tensor, cached: Tensor, rows: Tensor) -> Tensor:
-        return deviation(fresh.index_select(0, which), cached.index_select(0, rows))
+    def deviation(
+        self, fresh: Sequence[Tensor], which: Tensor, cached: Sequence[Tensor], rows: Tensor
+    ) -> Tensor:
+        pairs = zip(fresh, cached, strict=True)
+        parts = [deviation(a.index_select(0, which), b.index_select(0, rows)) for a, b in pairs]
+        return torch.stack(parts)
 
     def smooth(self, rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
         return smoothed(rows, scores, reach, end)
+
+    def balance(self, one: Tensor, other: Tensor) -> Tensor:
+        return balanced(one, other)
 
     def keep(self, rows: Rows, offset_of: Tensor, scores: Tensor, count: int) -> Kept:
         kept = keep_top(rows.chunk, scores, count)

@@ -52,6 +52,7 @@ __all__ = [
     "Threshold",
     "ValueDeviation",
     "attention_mass",
+    "balanced",
     "deviation",
     "keep_top",
     "narrow",
@@ -114,6 +115,15 @@ def smoothed(rows: Tensor, scores: Tensor, reach: int, end: int) -> Tensor:
     return mean[0, 0].index_select(0, rows)
 
 
+def balanced(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two kinds of scores [n] float32, each in units of its mean over the rows.
+
+    If all scores of a kind are 0, they add 0.
+    """
+    tiny = torch.finfo(one.dtype).tiny
+    return one / one.mean().clamp_min(tiny) + other / other.mean().clamp_min(tiny)
+
+
 def _same(scores: Tensor) -> Tensor:
     return scores
 
@@ -143,6 +153,7 @@ class Candidates:
             it equally often.
         distance: computes `deviation` on the device of these rows.
         smooth: computes `smoothed` on the device of these rows.
+        balance: computes `balanced` on the device of these rows.
         end: a number above every row, if the host knows one. Without it, the last row is read
             where it is needed, which waits for the device.
     """
@@ -158,6 +169,7 @@ class Candidates:
     reduce: Callable[[Tensor], Tensor] = field(default=_same, repr=False)
     distance: Callable[[Tensor, Tensor], Tensor] = field(default=deviation, repr=False)
     smooth: Callable[[Tensor, Tensor, int, int], Tensor] = field(default=smoothed, repr=False)
+    balance: Callable[[Tensor, Tensor], Tensor] = field(default=balanced, repr=False)
     end: int | None = None
 
     def __len__(self) -> int:
@@ -369,9 +381,7 @@ class KeyValueDeviation(Selector):
         return (Measure.KEY, Measure.VALUE)
 
     def score(self, candidates: Candidates) -> Tensor:
-        key, value = candidates.key_deviation, candidates.value_deviation
-        tiny = torch.finfo(key.dtype).tiny
-        return key / key.mean().clamp_min(tiny) + value / value.mean().clamp_min(tiny)
+        return candidates.balance(candidates.key_deviation, candidates.value_deviation)
 
 
 class RelativeDeviation(Selector):

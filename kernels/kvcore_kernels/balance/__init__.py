@@ -1,0 +1,1 @@
+"""The sum of two kinds of scores, each in units of its mean."""
