@@ -56,7 +56,7 @@ class _Kernel:
         self._out = out
         self._told = told
 
-    def launch_metadata(self, *_: object) -> None:
+    def launch_metadata(self, *_: object) -> object:
         return None
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:

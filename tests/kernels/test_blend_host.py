@@ -19,7 +19,7 @@ LAUNCHES = 12
 LAYERS = 32
 
 
-@pytest.fixture(scope="module", params=["runs", "key"])
+@pytest.fixture(scope="module", params=["runs", "key+value"])
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -22,9 +22,7 @@ def _mean(scores, size, BLOCK: tl.constexpr):
     return tl.where(mean < 1.1754943508222875e-38, 1.1754943508222875e-38, mean)  # keeps NaN
 
 
-@triton.jit(
-    do_not_specialize=["size"], do_not_specialize_on_alignment=["one", "other", "out"]
-)
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["one", "other", "out"])
 def balance_kernel(
     one,  # float32 [size]
     other,  # float32 [size]

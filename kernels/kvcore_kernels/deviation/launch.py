@@ -91,9 +91,7 @@ def parts_off(
     fresh = [strided_rows(part) for part in parts]
     width = common_width((*fresh, *cached), parts[0].element_size())
     dtype = str(parts[0].dtype).removeprefix("torch.")
-    tile = tile_for(
-        dtype, max(part.dim for part in fresh), width=width, chosen=which is not None
-    )
+    tile = tile_for(dtype, max(part.dim for part in fresh), width=width, chosen=which is not None)
     tile.launch(
         slots.device, (-(-rows // tile.rows), len(parts)),
         slots if which is None else which, slots.contiguous(), out,

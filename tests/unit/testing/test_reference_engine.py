@@ -383,8 +383,9 @@ def test_blends_by_the_operations_of_the_device(
     engine.generate([chunk], 1)
     engine.settle()
     engine.generate([words(9, 20) + chunk + words(10, 12)], 1, fusion=FusionOptions(ratio=0.3))
-    # Of two layers all rows are computed: nothing is chosen, and ``smooth`` is only passed on.
-    assert counted.asked == {"placing", "merge", "smooth", "attend"}
+    # Of two layers all rows are computed and nothing is chosen: ``smooth`` and ``balance`` are only
+    # passed on.
+    assert counted.asked == {"placing", "merge", "smooth", "balance", "attend"}
 
 
 def test_without_fusion_nothing_blends(make: Make) -> None:
