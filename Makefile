@@ -78,6 +78,7 @@ demo-cluster: env
 
 test: CHOSEN = not exhaustive
 test-all: CHOSEN = exhaustive or not exhaustive
+test-all: env-vllm-0.31
 test test-all: env-all
 	$(VENV)/bin/lint-imports
 	$(SITE)

@@ -1,8 +1,9 @@
 """vLLM's oldest and newest version in each of its configurations, with some of the kit's cases.
 
-`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case. The version between them,
-0.32, runs in every other test of vLLM, with synchronous scheduling and on Model Runner V2 in
-test_vllm_faults.py; `make test-all` runs the cases in those configurations too."""
+`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case. 0.32 runs in every other
+test of vLLM, with synchronous scheduling and on Model Runner V2 in test_vllm_faults.py. `make
+test-all` runs the cases on 0.31 and in these configurations of 0.32 too.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ MATTERS = (
     "a-read-that-fails",
     "a-blend-that-fails",
 )
-VERSIONS = ("0.30", "0.32", "0.33")
+VERSIONS = ("0.30", "0.31", "0.32", "0.33")
+BETWEEN = ("0.31", "0.32")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venvs"
 
@@ -43,7 +45,7 @@ def interpreter(version: str) -> Path | None:
 @pytest.mark.parametrize(
     ("version", "runs"),
     [
-        pytest.param(version, runs, marks=[pytest.mark.exhaustive] if version == "0.32" else [])
+        pytest.param(version, runs, marks=[pytest.mark.exhaustive] if version in BETWEEN else [])
         for version in VERSIONS
         for runs in ("sync", "", "v2")
         if (version, runs) != ("0.32", "")  # all other tests of vLLM run that
