@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "installed", "on_device", "plain"]
 
+_ALIGNMENT = 256
+"""Where CUDA's allocations begin."""
+_UNUSED = 0xA5
+"""The bytes of memory that nothing has been written to."""
+
 
 class RecordedEvent(Event):
     """A point in a stream of the machine. ``seen`` is True once the host has seen it pass."""
@@ -54,11 +59,17 @@ class RecordedStream(Stream):
         self.queue = queue
 
     def record(self, *, timed: bool = False) -> RecordedEvent:
-        return RecordedEvent(self.machine, self.machine.record(self.queue))
+        event = RecordedEvent(self.machine, self.machine.record(self.queue))
+        self.machine.note("record", event.point, self.queue)
+        return event
 
     def follow(self, event: Event) -> None:
         assert isinstance(event, RecordedEvent)
+        self.machine.note("follow", event.point, self.queue)
         self.machine.follow(self.queue, event.point)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.machine.note("hold", tensor.data_ptr(), self.queue)
 
     def issuing(self) -> AbstractContextManager[object]:
         return self.machine.issuing(self.queue)
@@ -77,6 +88,7 @@ class RecordingDevice(Device):
 
     def enter(self) -> None:
         self.machine.host().device = self.machine.index
+        self.machine.note("enter", None)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -97,6 +109,9 @@ class RecordingDevice(Device):
         assert isinstance(engine_stream, RecordedStream), engine_stream
         return engine_stream
 
+    def numa_node(self) -> int | None:
+        return self.machine.node
+
     def register(self, address: int, nbytes: int) -> None:
         with self.current():
             try:
@@ -104,8 +119,10 @@ class RecordingDevice(Device):
             except Exception:
                 self.machine.take_error()
                 raise
+        self.machine.note("register", address)
 
     def unregister(self, address: int) -> None:
+        self.machine.note("unregister", address)
         with self.current():
             self.machine.unregister(address)
             self.machine.take_error()
@@ -118,13 +135,20 @@ class RecordingDevice(Device):
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         import torch
 
+        self.machine.note("upload", array.nbytes)
         self.machine.upload(array.nbytes)
         return torch.from_numpy(array.copy())
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        room = self.machine.room
+        if room is not None and sum(self.machine.allocated) + nbytes > room:
+            raise torch.OutOfMemoryError(f"no room for {nbytes} bytes on the recording device")
+        self.machine.allocated.append(nbytes)
+        memory = torch.full((nbytes + _ALIGNMENT,), _UNUSED, dtype=torch.uint8)
+        skipped = -memory.data_ptr() % _ALIGNMENT
+        memory = memory[skipped : skipped + nbytes]
         self.machine.keep(memory)
         name = f"device memory that was allocated at {call_site()}"
         self.machine.know_device(memory.data_ptr(), nbytes, name)
@@ -134,6 +158,7 @@ class RecordingDevice(Device):
         self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
     ) -> None:
         dst, src, sizes = dst.copy(), src.copy(), sizes.copy()
+        self.machine.note("batch", sizes)
 
         def run() -> None:
             for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):

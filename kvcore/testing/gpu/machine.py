@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvcore.errors import UnsupportedError
+from kvcore.memory.hugepages import PAGE
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
-__all__ = ["Fault", "Machine", "Point", "StreamQueue", "Work"]
+__all__ = ["Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
 
 _PATIENCE = 30
 """How often an event says that it has not passed, before what is queued before it runs."""
@@ -47,15 +49,35 @@ class Fault:
         return f"{self.kind}: {self.message}"
 
 
+class Call(NamedTuple):
+    """A call of the device.
+
+    ``kind`` is one of "batch", "enter", "follow", "hold", "record", "register", "unregister",
+    "upload". ``what`` is the sizes of a batch, the point of an event, the bytes of an upload, or
+    an address. ``current`` is True if the thread had made this rank's device its current one.
+    """
+
+    kind: str
+    what: Any
+    stream: StreamQueue
+    thread: str
+    current: bool
+
+
 @dataclass(eq=False)
 class Work:
-    """A piece of queued work: a launch, or the point of an event if ``run`` does nothing."""
+    """A piece of queued work: a launch, or the point of an event if ``run`` does nothing.
+
+    ``error`` is what it, or work that it is ordered after, has raised.
+    """
 
     what: str
     run: Callable[[], None] | None
     needs: list[Work]
+    stream: StreamQueue
     done: bool = False
     at: float = 0.0
+    error: Exception | None = None
 
 
 class StreamQueue(Actor):
@@ -94,10 +116,15 @@ class Machine:
 
     ``seed`` chooses among the legal orders. After each call, queued work runs with probability
     ``eager``; 0 runs nothing before something waits for it, None chooses by the seed.
-    ``lockable`` is how many bytes may be registered in all.
+    ``lockable`` is how many bytes may be registered in all, and ``room`` how many bytes of the
+    device's memory may be allocated; None is no limit. ``node`` is the device's NUMA node.
+    ``on_register`` is called before each registration, on its thread, with the number of those
+    that are held. It may block. All of these may be changed at any time.
 
     ``faults`` are those found so far. ``counts`` has the numbers of launches, host_waits, uploads,
     upload_nbytes and registrations, and ``by_op`` the same for each thing named with `doing`.
+    ``calls`` are the calls of the device in their order, ``registered`` the sizes of what is
+    registered now by its address, and ``allocated`` the sizes of all that was allocated.
     """
 
     def __init__(
@@ -116,14 +143,19 @@ class Machine:
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._eager = self._random.choice([0.0, 0.2, 0.8]) if eager is None else eager
-        self._lockable = lockable
-        self._registered: dict[int, int] = {}
+        self.lockable = lockable
+        self.room: int | None = None
+        self.node: int | None = None
+        self.on_register: Callable[[int], None] = lambda count: None
+        self.calls: list[Call] = []
+        self.registered: dict[int, int] = {}
+        self.allocated: list[int] = []
         self._queued: list[Work] = []
         self._kept: list[object] = []
         self._time = 0.0
         self._threads = threading.local()
-        self._default = StreamQueue("the default stream")
-        self._streams: list[StreamQueue] = [self._default]
+        self.default = StreamQueue("the default stream")
+        self.streams: list[StreamQueue] = [self.default]
 
     # -- host threads -----------------------------------------------------------------------
 
@@ -205,18 +237,25 @@ class Machine:
     def register(self, address: int, nbytes: int) -> None:
         """Register host memory. A failure leaves an error pending in the calling thread.
 
-        Raises UnsupportedError if more than ``lockable`` bytes would be registered.
+        Raises UnsupportedError if more than ``lockable`` bytes would be registered. Two
+        registrations that share a page are a fault.
         """
+        self.on_register(len(self.registered))
         with self.lock:
             self.needs_device("cudaHostRegister")
             self._count("registrations")
             if self.host().in_step:
                 self.fault("stall", f"{nbytes} bytes are registered in a step, at {call_site()}")
-            held = sum(self._registered.values())
-            if self._lockable is not None and held + nbytes > self._lockable:
+            held = sum(self.registered.values())
+            if self.lockable is not None and held + nbytes > self.lockable:
                 self.host().error = f"cudaHostRegister of {nbytes} bytes, at {call_site()}"
                 raise UnsupportedError(f"no room to lock {nbytes} bytes beside {held}")
-            self._registered[address] = nbytes
+            others = self.registered.items()
+            if address % PAGE or any(
+                at < address + nbytes and address < at + n for at, n in others
+            ):
+                self.fault("memory", f"two registrations may share a page, at {call_site()}")
+            self.registered[address] = nbytes
             for region, _ in self.memory.parts(span(address, nbytes)):
                 region.reached, region.why = True, ""
             if not self.memory.parts(span(address, nbytes)):
@@ -227,7 +266,7 @@ class Machine:
         """Undo `register`. No work may use the memory."""
         with self.lock:
             self.needs_device("cudaHostUnregister")
-            nbytes = self._registered.pop(address, None)
+            nbytes = self.registered.pop(address, None)
             if nbytes is None:
                 self.host().error = f"cudaHostUnregister of {address:#x}, at {call_site()}"
                 self.fault("memory", f"nothing is registered at {address:#x}: {call_site()}")
@@ -254,14 +293,14 @@ class Machine:
     def new_stream(self) -> StreamQueue:
         """Return a new stream."""
         with self.lock:
-            number = len(self._streams)
+            number = len(self.streams)
             made = StreamQueue(f"stream {number} of {self.host().name}")
-            self._streams.append(made)
+            self.streams.append(made)
             return made
 
     def current_stream(self) -> StreamQueue:
         """Return the stream that the calling thread issues to."""
-        return self.host().stream or self._default
+        return self.host().stream or self.default
 
     @contextmanager
     def issuing(self, stream: StreamQueue) -> Iterator[None]:
@@ -330,12 +369,17 @@ class Machine:
     # -- the host waits ---------------------------------------------------------------------
 
     def wait(self, point: Point) -> None:
-        """Run what is queued before an event, and order the calling thread after it."""
+        """Run what is queued before an event, and order the calling thread after it.
+
+        Raises RuntimeError if any of it failed.
+        """
         with self.lock:
             self.needs_device("a wait for an event")
             self._count("host_waits")
             self.force(point.work)
             self.host().learn(point.clock)
+            if point.work.error is not None:
+                raise RuntimeError("a kernel failed") from point.work.error
 
     def passed(self, point: Point) -> bool:
         """Return True if what was queued before an event has run.
@@ -356,7 +400,7 @@ class Machine:
         with self.lock:
             self._count("host_waits")
             self.finish()
-            for stream in self._streams:
+            for stream in self.streams:
                 self.host().learn(stream.clock)
 
     def force(self, work: Work) -> None:
@@ -412,6 +456,12 @@ class Machine:
                 f"{self.index}, on {host.name}, at {call_site()}",
             )
 
+    def note(self, kind: str, what: Any, stream: StreamQueue | None = None) -> None:
+        """Add to ``calls``. The calling thread's stream takes the place of None."""
+        host, stream = self.host(), stream or self.current_stream()
+        name = threading.current_thread().name
+        self.calls.append(Call(kind, what, stream, name, host.device == self.index))
+
     def upload(self, nbytes: int) -> None:
         """Count a copy of a host array to the device."""
         with self.lock:
@@ -428,7 +478,7 @@ class Machine:
 
     def _queue(self, stream: StreamQueue, what: str, run: Callable[[], None] | None) -> Work:
         needs = [*stream.awaited, *([stream.last] if stream.last is not None else [])]
-        work = Work(what, run, [one for one in needs if not one.done])
+        work = Work(what, run, needs, stream)
         stream.last, stream.awaited = work, []
         self._queued.append(work)
         return work
@@ -445,13 +495,17 @@ class Machine:
 
     def _run_one(self, among: list[Work]) -> None:
         ready = [one for one in among if all(need.done for need in one.needs)]
-        work = self._random.choice(ready)
+        self._run(self._random.choice(ready))
+
+    def _run(self, work: Work) -> None:
         self._queued.remove(work)
+        work.error = next((one.error for one in work.needs if one.error is not None), None)
         try:
             if work.run is not None:
                 work.run()
         except Exception as error:  # noqa: BLE001 - a kernel that fails must not stop the others
             self.fault("work", f"{work.what} failed: {error!r}")
+            work.error = error
         finally:
             self._time += _STEP_S
             work.done, work.at, work.run, work.needs = True, self._time, None, []
