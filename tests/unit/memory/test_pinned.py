@@ -73,8 +73,9 @@ def test_all_of_it_or_none(blocks: int, fails: int, by: str) -> None:
     with chunks_of(CHUNK), contextlib.suppress(UnsupportedError):
         PinnedRange(gpu(machine), 0, blocks * PAGE, PAGE, wanted=wanted).close()
     assert not machine.registered
-    undone = [call.what for call in machine.calls if call.kind == "unregister"]
-    assert undone == [call.what for call in machine.calls if call.kind == "register"][::-1]
+    done = [call.what for call in machine.calls if call.kind == "register"]
+    assert done == [i * CHUNK for i in range(min(fails, -(-blocks * PAGE // CHUNK)))]
+    assert [call.what for call in machine.calls if call.kind == "unregister"] == done[::-1]
     machine.check()
 
 
