@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from kvcore.memory.hugepages import PAGE
 from kvcore.memory.layout import KVView
 from kvcore.testing.gpu import Machine
 from kvcore.testing.gpu.device import on_device
+from kvcore.testing.gpu.memory import Spans, span, together
 
 __all__ = ["on_gpu", "on_host"]
 
@@ -18,11 +20,22 @@ def on_gpu(machine: Machine, view: KVView) -> KVView:
 
 
 def on_host(machine: Machine, view: KVView, *, registered: bool = True) -> KVView:
-    """Return a view of host memory, which is then registered, or is not."""
+    """Return a view of host memory, whose pages are now registered, or are not."""
     machine.keep(view)
-    for address, nbytes in _storages(view):
-        machine.know_host(address, nbytes, "host memory").reached = registered
+    storages = _storages(view)
+    for address, nbytes in storages:
+        machine.know_host(address, nbytes, "host memory")
+    for start, stop in together(_pages(*storage) for storage in storages).tolist():
+        if registered and start not in machine.registered:
+            machine.register(start, stop - start)
+        elif not registered and start in machine.registered:
+            machine.unregister(start)
     return view
+
+
+def _pages(address: int, nbytes: int) -> Spans:
+    start, stop = address // PAGE, -(-(address + nbytes) // PAGE)
+    return span(start * PAGE, (stop - start) * PAGE)
 
 
 def _storages(view: KVView) -> list[tuple[int, int]]:

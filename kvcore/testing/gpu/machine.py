@@ -25,12 +25,12 @@ from kvcore.memory.hugepages import PAGE
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
-__all__ = ["Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
+__all__ = ["STEP_S", "Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
 
 _PATIENCE = 30
 """How often an event says that it has not passed, before what is queued before it runs."""
 
-_STEP_S = 1e-6
+STEP_S = 1e-6
 """Seconds that one piece of queued work takes, for events that are timed."""
 
 
@@ -124,7 +124,8 @@ class Machine:
     ``faults`` are those found so far. ``counts`` has the numbers of launches, host_waits, uploads,
     upload_nbytes and registrations, and ``by_op`` the same for each thing named with `doing`.
     ``calls`` are the calls of the device in their order, ``registered`` the sizes of what is
-    registered now by its address, and ``allocated`` the sizes of all that was allocated.
+    registered now by its address, ``allocated`` the sizes of all that was allocated, and ``waited``
+    the names of the threads that have waited for the device.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Machine:
         self.calls: list[Call] = []
         self.registered: dict[int, int] = {}
         self.allocated: list[int] = []
+        self.waited: set[str] = set()
         self._queued: list[Work] = []
         self._kept: list[object] = []
         self._time = 0.0
@@ -376,6 +378,7 @@ class Machine:
         with self.lock:
             self.needs_device("a wait for an event")
             self._count("host_waits")
+            self.waited.add(threading.current_thread().name)
             self.force(point.work)
             self.host().learn(point.clock)
             if point.work.error is not None:
@@ -399,6 +402,7 @@ class Machine:
         """Run all that is queued, and order the calling thread after it."""
         with self.lock:
             self._count("host_waits")
+            self.waited.add(threading.current_thread().name)
             self.finish()
             for stream in self.streams:
                 self.host().learn(stream.clock)
@@ -507,7 +511,7 @@ class Machine:
             self.fault("work", f"{work.what} failed: {error!r}")
             work.error = error
         finally:
-            self._time += _STEP_S
+            self._time += STEP_S
             work.done, work.at, work.run, work.needs = True, self._time, None, []
 
     def _drift(self) -> None:
