@@ -32,9 +32,10 @@ _UNUSED = 0xA5
 class RecordedEvent(Event):
     """A point in a stream of the machine. ``seen`` is True once the host has seen it pass."""
 
-    def __init__(self, machine: Machine, point: Point) -> None:
+    def __init__(self, machine: Machine, point: Point, *, timed: bool) -> None:
         self.machine = machine
         self.point = point
+        self.timed = timed
         self.seen = False
 
     def wait(self) -> None:
@@ -46,6 +47,8 @@ class RecordedEvent(Event):
 
     def since(self, earlier: Event) -> float:
         assert isinstance(earlier, RecordedEvent)
+        assert self.timed, "CUDA keeps the time of an event only if it was asked to"
+        assert earlier.timed
         assert self.point.work.done
         assert earlier.point.work.done
         return self.point.work.at - earlier.point.work.at
@@ -59,7 +62,7 @@ class RecordedStream(Stream):
         self.queue = queue
 
     def record(self, *, timed: bool = False) -> RecordedEvent:
-        event = RecordedEvent(self.machine, self.machine.record(self.queue))
+        event = RecordedEvent(self.machine, self.machine.record(self.queue), timed=timed)
         self.machine.note("record", event.point, self.queue)
         return event
 
