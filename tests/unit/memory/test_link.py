@@ -24,14 +24,13 @@ from kvcore.model.shape import BlockShape
 from kvcore.testing.gpu import Machine, RecordingOps, installed
 from support.links import on_gpu, on_host
 from support.strides import (
-    Sizes,
+    StridedCopy,
     clone,
     contents,
+    copies,
     fill,
     memory,
     one_by_one,
-    unit_pairs,
-    views,
 )
 
 WAYS = [*Way, None]
@@ -49,44 +48,32 @@ def batches(machine: Machine) -> list[list[int]]:
     return [call.what.tolist() for call in machine.calls if call.kind == "batch"]
 
 
-@given(data=st.data(), seed=st.integers(0, 9))
+@given(
+    copy=copies([1, 3, 8, 16], [1, 2, 5, 8]),
+    to_host=st.booleans(),
+    registered=st.booleans(),
+    data=st.data(),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=150)
-def test_every_way_copies_what_it_should_and_nothing_else(data: st.DataObject, seed: int) -> None:
-    dims = st.sampled_from([1, 3, 8, 16])
-    sizes = Sizes(
-        data.draw(st.sampled_from([1, 2, 4])),
-        data.draw(st.integers(1, 3)),
-        data.draw(st.tuples(dims) | st.tuples(dims, dims)),
-        data.draw(st.sampled_from([1, 2, 5, 8])),
-    )
-    src, dst = data.draw(views(sizes)), data.draw(views(sizes))
-    fill(src, data.draw(st.integers(0, 9)))
-    a, b = data.draw(unit_pairs(src, dst, sizes.unit))
-    size = data.draw(st.integers(0, min(src.layout.kv_heads, dst.layout.kv_heads)))
-    heads = HeadRange(
-        data.draw(st.integers(0, src.layout.kv_heads - size)),
-        data.draw(st.integers(0, dst.layout.kv_heads - size)),
-        size,
-    )
-    layers = data.draw(st.lists(st.integers(0, sizes.layers - 1), unique=True))
-    before, expected = contents(src), clone(dst)
-    one_by_one(src, a, expected, b, layers, sizes.unit, heads)
-    registered = data.draw(st.booleans())
+def test_every_way_copies_what_it_should_and_nothing_else(
+    copy: StridedCopy, to_host: bool, registered: bool, data: st.DataObject, seed: int
+) -> None:
     way = data.draw(st.sampled_from([way for way in WAYS if registered or way is not Way.KERNEL]))
-    to_host = data.draw(st.booleans())
+    before, expected = contents(copy.src), copy.expected()
     with pytest.MonkeyPatch.context() as patch, installed(Machine(seed)) as machine:
         patch.setattr(link, "STAGING_BYTES", (data.draw(st.sampled_from([512, 4096, 1 << 20])),))
         for name in ("SHORTEST_RUN", "PIECE_BYTES", "CALL_BYTES", "SMALL_LOAD"):
             patch.setattr(link, name, data.draw(st.sampled_from([1, 64, 1 << 20])))
-        here, there = (src, dst) if to_host else (dst, src)
-        ours = on_gpu(machine, here)
-        on_host(machine, there, registered=registered)
-        ends = (ours, there) if to_host else (there, ours)
-        ops_of(way, machine).copy_blocks(ends[0], a, ends[1], b, layers, sizes.unit, heads)
+        if to_host:
+            src, dst = on_gpu(machine, copy.src), on_host(machine, copy.dst, registered=registered)
+        else:
+            src, dst = on_host(machine, copy.src, registered=registered), on_gpu(machine, copy.dst)
+        ops_of(way, machine).copy_blocks(*copy._replace(src=src, dst=dst))
     machine.check()
     assert not (registered and machine.counts["host_waits"])
-    assert contents(dst) == contents(expected)
-    assert contents(src) == before, "wrote to the source"
+    assert contents(copy.dst) == expected
+    assert contents(copy.src) == before, "wrote to the source"
 
 
 def arena(shape: BlockShape, slots: int, arrangement: str = "blockwise") -> KVView:
