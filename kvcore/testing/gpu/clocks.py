@@ -22,7 +22,9 @@ Clock = dict[int, int]
 
 _HERE = str(Path(__file__).parent)
 _FRAMES = 4
-_DULL = ("/contextlib.py", "/threading.py", "/functools.py")
+_DULL = (
+    "/contextlib.py", "/threading.py", "/functools.py", "/torch/_compile.py", "/eval_frame.py",
+)  # fmt: skip
 
 
 def join(into: Clock, other: Clock) -> None:

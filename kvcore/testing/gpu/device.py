@@ -10,10 +10,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
+
 from kvcore.memory.device import Device, Event, Stream, serve_devices
-from kvcore.testing.gpu.clocks import call_site
 from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
-from kvcore.testing.gpu.memory import span, together
+from kvcore.testing.gpu.memory import span, tensor_spans, together
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,6 +63,9 @@ class RecordedStream(Stream):
 
     def issuing(self) -> AbstractContextManager[object]:
         return self.machine.issuing(self.queue)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.machine.allocator.hold(tensor, self.queue)
 
 
 class RecordingDevice(Device):
@@ -118,22 +122,34 @@ class RecordingDevice(Device):
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         import torch
 
-        self.machine.upload(array.nbytes)
-        return torch.from_numpy(array.copy())
+        allocator = self.machine.allocator
+        source = torch.from_numpy(array.copy())
+        memory = allocator.allocate(array.nbytes).view(source.dtype).view(source.shape)
+        target = allocator.alias(memory)
+
+        def run() -> None:
+            with torch.inference_mode():
+                target.copy_(source)
+
+        self.machine.upload(array.nbytes, run, tensor_spans(memory))
+        return memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        import torch
-
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        self.machine.keep(memory)
-        name = f"device memory that was allocated at {call_site()}"
-        self.machine.know_device(memory.data_ptr(), nbytes, name)
+        memory = self.machine.allocator.allocate(nbytes)
         return memory if self.name.type == "cpu" else on_device(memory)
 
     def copy_batch(
         self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
     ) -> None:
         dst, src, sizes = dst.copy(), src.copy(), sizes.copy()
+        if registered:
+            for start in (dst, src):
+                pieces = np.stack([start, start + sizes], axis=1)
+                address = self.machine.spans_two_registrations(pieces)
+                if address is not None:
+                    self.machine.fault(
+                        "memory", f"a copy from {address:#x} on spans two registrations"
+                    )
 
         def run() -> None:
             for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):

@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvcore.errors import UnsupportedError
+from kvcore.testing.gpu.allocator import Allocator
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
@@ -77,6 +80,7 @@ class _Host(Actor):
         self.error = ""
         self.doing: list[str] = []
         self.in_step = False
+        self.queues_torch = False
 
 
 @dataclass(eq=False)
@@ -110,6 +114,7 @@ class Machine:
     ) -> None:
         self.index = index
         self.memory = Memory()
+        self.allocator = Allocator(self)
         self.faults: list[Fault] = []
         self.counts: Counter[str] = Counter()
         self.by_op: dict[str, Counter[str]] = {}
@@ -117,9 +122,9 @@ class Machine:
         self._random = random.Random(seed)
         self._eager = self._random.choice([0.0, 0.2, 0.8]) if eager is None else eager
         self._lockable = lockable
-        self._registered: dict[int, int] = {}
         self._queued: list[Work] = []
         self._kept: list[object] = []
+        self._runner: int | None = None
         self._time = 0.0
         self._threads = threading.local()
         self._default = StreamQueue("the default stream")
@@ -181,11 +186,11 @@ class Machine:
         """Let a range be host memory that is tracked, registered or not."""
         with self.lock:
             where = place or (lambda offset: f"{name}, byte {offset}")
-            region = Region(name, address, address + nbytes, where, is_host=True, reached=False)
+            region = Region(name, address, address + nbytes, where, is_host=True)
             region.why = "it is not registered"
             old = self.memory.at(address)
             if old is not None and old.is_host and old.start == address:
-                region.reached, region.why, region.live = old.reached, old.why, old.live
+                region.why, region.live = old.why, old.live
             return self.memory.add(region)
 
     def keep(self, memory: object) -> None:
@@ -212,29 +217,26 @@ class Machine:
             self._count("registrations")
             if self.host().in_step:
                 self.fault("stall", f"{nbytes} bytes are registered in a step, at {call_site()}")
-            held = sum(self._registered.values())
+            held = sum(self.memory.registered.values())
             if self._lockable is not None and held + nbytes > self._lockable:
                 self.host().error = f"cudaHostRegister of {nbytes} bytes, at {call_site()}"
                 raise UnsupportedError(f"no room to lock {nbytes} bytes beside {held}")
-            self._registered[address] = nbytes
-            for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = True, ""
+            self.memory.registered[address] = nbytes
             if not self.memory.parts(span(address, nbytes)):
-                name = "registered host memory"
-                self.know_host(address, nbytes, name).reached = True
+                self.know_host(address, nbytes, "registered host memory")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. No work may use the memory."""
         with self.lock:
             self.needs_device("cudaHostUnregister")
-            nbytes = self._registered.pop(address, None)
+            nbytes = self.memory.registered.pop(address, None)
             if nbytes is None:
                 self.host().error = f"cudaHostUnregister of {address:#x}, at {call_site()}"
                 self.fault("memory", f"nothing is registered at {address:#x}: {call_site()}")
                 return
             self._expect_idle(span(address, nbytes), "unregistered")
             for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = False, f"it was unregistered at {call_site()}"
+                region.why = f"it was unregistered at {call_site()}"
 
     def take_error(self) -> str:
         """Return and forget the calling thread's pending error, as cudaGetLastError does."""
@@ -246,8 +248,18 @@ class Machine:
         """Return True if the device can touch all of these bytes."""
         with self.lock:
             return self.memory.unknown(spans) is None and all(
-                region.reached for region, _ in self.memory.parts(spans)
+                self.memory.unreached(*part) is None for part in self.memory.parts(spans)
             )
+
+    def spans_two_registrations(self, spans: Spans) -> int | None:
+        """Return the start of a range of ``spans`` that lies in more than one registration."""
+        with self.lock:
+            starts = np.array(sorted(self.memory.registered), dtype=np.int64)
+            first, last = (
+                np.searchsorted(starts, at, side="right") for at in (spans[:, 0], spans[:, 1] - 1)
+            )
+            over = np.flatnonzero((first != last) & (first > 0))
+            return int(spans[over[0], 0]) if len(over) else None
 
     # -- streams ----------------------------------------------------------------------------
 
@@ -412,12 +424,24 @@ class Machine:
                 f"{self.index}, on {host.name}, at {call_site()}",
             )
 
-    def upload(self, nbytes: int) -> None:
-        """Count a copy of a host array to the device."""
+    def upload(self, nbytes: int, run: Callable[[], None], writes: Spans) -> None:
+        """Queue a copy of a host array to the device."""
         with self.lock:
             self.needs_device("an upload")
             self._count("uploads")
             self._count("upload_nbytes", nbytes)
+            stream = self.current_stream()
+            stream.learn(self.host().step())
+            self._touch(stream, stream.step(), "an upload", call_site(), writes, writes=True)
+            work = self._queue(stream, "an upload", run)
+            if not self.host().queues_torch:
+                self.force(work)  # what reads it is not queued either
+            self._drift()
+
+    @property
+    def runs_queued(self) -> bool:
+        """True if the calling thread is just running queued work."""
+        return self._runner == threading.get_ident()
 
     # -- under the lock ---------------------------------------------------------------------
 
@@ -447,12 +471,14 @@ class Machine:
         ready = [one for one in among if all(need.done for need in one.needs)]
         work = self._random.choice(ready)
         self._queued.remove(work)
+        self._runner = threading.get_ident()
         try:
             if work.run is not None:
                 work.run()
         except Exception as error:  # noqa: BLE001 - a kernel that fails must not stop the others
             self.fault("work", f"{work.what} failed: {error!r}")
         finally:
+            self._runner = None
             self._time += _STEP_S
             work.done, work.at, work.run, work.needs = True, self._time, None, []
 
@@ -481,9 +507,11 @@ class Machine:
         unknown = self.memory.unknown(spans)
         if unknown is not None:
             self.fault("memory", f"{what} touches {unknown:#x}, which nothing made known: {where}")
-        for region, _ in self.memory.parts(spans):
-            if not (region.reached or (pageable and region.is_host)):
-                self.fault("memory", f"{what} touches {region.name}, but {region.why}: {where}")
+        for region, inside in self.memory.parts(spans):
+            address = self.memory.unreached(region, inside)
+            if address is not None and not (pageable and region.is_host):
+                place = region.place(address - region.start)
+                self.fault("memory", f"{what} touches {place}, but {region.why}: {where}")
         return len(self.faults) == before
 
     def _expect_idle(self, spans: Spans, done: str) -> None:

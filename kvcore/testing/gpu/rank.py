@@ -19,7 +19,7 @@ from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
-from kvcore.testing.gpu.device import on_device
+from kvcore.testing.gpu.device import on_device, plain
 from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import NOTHING, Region, Spans, spans_of
@@ -49,7 +49,8 @@ class GpuRank:
 
     ``ops`` copies between them; its launches must be those of the machine.
     A page holds one block of ``shape``; each layer's pages are one tensor. ``tier`` is the name of
-    a tier in memory with as many slots.
+    a tier in memory with as many slots. ``device`` is what torch is told that the pages are on; code
+    that makes tensors there needs a CPU.
     """
 
     tier = "disk"
@@ -64,6 +65,7 @@ class GpuRank:
         arrangement: Arrangement = Arrangement.BLOCKWISE,
         limits: WorkerLimits | None = None,
         ops: DeviceOps | None = None,
+        device: torch.device = GPU,
     ) -> None:
         self.machine = machine
         self.shape = shape
@@ -75,14 +77,15 @@ class GpuRank:
         self.view = KVView(from_strides(self.caches, shape), self.caches)
         self.regions = [self._know(layer, cache) for layer, cache in enumerate(self.caches)]
         self._make_arena(slots, arrangement)
-        view = KVView(self.view.layout, [on_device(cache) for cache in self.caches])
+        named = on_device if device.type == GPU.type else plain
+        view = KVView(self.view.layout, [named(cache) for cache in self.caches])
         flat = KVView(self.arena.layout(), [self.arena.tensor()])
         self._flat = flat
         self.worker = KVWorker(
             arena=self.arena,
             arena_view=flat,
             ops=ops or RecordingOps(machine),
-            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=GPU),
+            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=device),
             limits=limits or WorkerLimits(),
         )
         self.worker.open_tier(self.tier, _Shelf(slots, self.arena.slot_nbytes))
