@@ -64,8 +64,7 @@ class Allocator:
         with machine.lock:
             stream = machine.current_stream()
             block = self._again(stream, nbytes) or self._new(stream, nbytes)
-            name = f"device memory that was allocated at {call_site()}"
-            block.region.name = name
+            block.region.name = name = f"device memory that was allocated at {call_site()}"
             block.region.place = lambda offset: f"{name}, byte {offset}"
             owner = self._bytes(block.region.start, nbytes)
             weakref.finalize(owner, self._dropped.append, block).atexit = False

@@ -505,7 +505,7 @@ class Machine:
     def _expect_reached(self, what: str, where: str, spans: Spans, pageable: bool) -> bool:
         before = len(self.faults)
         unknown = self.memory.unknown(spans)
-        if unknown is not None:
+        if unknown is not None and not pageable:
             self.fault("memory", f"{what} touches {unknown:#x}, which nothing made known: {where}")
         for region, inside in self.memory.parts(spans):
             address = self.memory.unreached(region, inside)

@@ -38,6 +38,8 @@ def together(parts: Iterable[Spans]) -> Spans:
     every = [part for part in parts if len(part)]
     if not every:
         return NOTHING
+    if len(every) == len(every[0]) == 1:
+        return every[0]
     spans = np.concatenate(every)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])
@@ -50,6 +52,9 @@ def common(a: Spans, b: Spans) -> int | None:
     """Return the first address in both, or None."""
     if not len(a) or not len(b):
         return None
+    if len(a) == len(b) == 1:
+        (start, stop), (first, last) = a[0].tolist(), b[0].tolist()
+        return max(start, first) if start < last and first < stop else None
     at = np.searchsorted(b[:, 1], a[:, 0], side="right")
     inside = at < len(b)
     hit = np.zeros(len(a), dtype=bool)
@@ -71,6 +76,9 @@ def outside(a: Spans, b: Spans) -> int | None:
         return None
     if not len(b):
         return int(a[0, 0])
+    if len(a) == len(b) == 1:
+        (start, stop), (first, last) = a[0].tolist(), b[0].tolist()
+        return None if first <= start and stop <= last else start if start < first else last
     at = np.searchsorted(b[:, 0], a[:, 0], side="right") - 1
     bad = (at < 0) | (a[:, 1] > b[at, 1])
     if not bad.any():
@@ -110,6 +118,8 @@ def tensor_spans(tensor: torch.Tensor) -> Spans:
     """Return the bytes of a tensor, which may be a view with any strides that are not negative."""
     if not tensor.numel():
         return NOTHING
+    if tensor.is_contiguous():
+        return span(tensor.data_ptr(), tensor.nbytes)
     run, starts = tensor.itemsize, np.array([tensor.data_ptr()], dtype=np.int64)
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         step = stride * tensor.itemsize
@@ -178,6 +188,10 @@ class Memory:
         found = []
         if not len(spans):
             return []
+        if len(spans) == 1:
+            region = self.at(int(spans[0, 0]))
+            if region is not None and spans[0, 1] <= region.stop:
+                return [(region, spans)]
         first = max(bisect_right(self._starts, int(spans[0, 0])) - 1, 0)
         for region in self._regions[first : bisect_right(self._starts, int(spans[-1, 1]) - 1)]:
             inside = spans[(spans[:, 1] > region.start) & (spans[:, 0] < region.stop)]
@@ -188,6 +202,10 @@ class Memory:
 
     def unknown(self, spans: Spans) -> int | None:
         """Return an address of ``spans`` in no region, or None."""
+        if len(spans) == 1:
+            region = self.at(int(spans[0, 0]))
+            if region is not None and spans[0, 1] <= region.stop:
+                return None
         if self._known is None:
             self._known = together(span(one.start, one.stop - one.start) for one in self._regions)
         return outside(spans, self._known)

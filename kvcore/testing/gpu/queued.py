@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from kvcore.testing.gpu.counting import ALLOCATIONS, MADE_ON_HOST, WAITS, tensors_in
 from kvcore.testing.gpu.machine import Machine
@@ -28,9 +28,9 @@ from kvcore.testing.gpu.memory import Spans, tensor_spans, together
 
 __all__ = ["queued_torch"]
 
+_LOOKED_AT = MADE_ON_HOST | {"to", "numpy", "tolist", "cpu", "new_tensor"}
 _BY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 """Operations that take indices from the host, too."""
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -123,7 +123,7 @@ class _Queue:
         def one(tensor: Tensor) -> Tensor:
             return alias(tensor) if self.on_device(tensor) else tensor.clone()
 
-        return tree_map_only(Tensor, one, args)
+        return _each(one, args)
 
     # -- one operation ----------------------------------------------------------------------
 
@@ -162,10 +162,10 @@ class _Queue:
         """Queue an operation that returns new memory."""
         meta = {key: "meta" if key == "device" and on else on for key, on in kwargs.items()}
         try:
-            shapes = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, meta))
+            shapes = func(*_each(_meta, args), **_each(_meta, meta))
         except Exception:  # noqa: BLE001 - the size of the result depends on values
             return self._at_once(func, args, kwargs, reads)
-        out = tree_map_only(Tensor, self.empty, shapes)
+        out = _each(self.empty, shapes)
         if name in ALLOCATIONS:
             return out
         made = tensors_in(out)
@@ -180,7 +180,7 @@ class _Queue:
     def _at_once(self, func: Any, args: Any, kwargs: Any, on: list[Tensor]) -> Any:
         self.wait(func.name(), on)
         found = func(*args, **kwargs)
-        return tree_map_only(Tensor, self.sent, found)
+        return _each(self.sent, found)
 
 
 class _Functions(TorchFunctionMode):
@@ -192,9 +192,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, queue = kwargs or {}, self._queue
-        if queue.passes:
-            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        if name not in _LOOKED_AT or queue.passes:
+            return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         on = list(filter(queue.on_device, given))
         to_device = kwargs.get("device") is not None or (
@@ -224,10 +224,29 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._queue.passes:
             return func(*args, **kwargs)
-        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE):  # type: ignore[attr-defined]
+        if _is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        return self._queue.ran(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            return self._queue.ran(func, args, kwargs)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Return True if an operation consists of others, among them perhaps only views."""
+    kind = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind))  # type: ignore[attr-defined]
+
+
+def _each(change: Callable[[Tensor], Any], found: Any) -> Any:
+    """Return an argument or a result with each of its tensors changed."""
+    if isinstance(found, Tensor):
+        return change(found)
+    if isinstance(found, dict):
+        return {key: _each(change, value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return type(found)([_each(change, value) for value in found])
+    return found
 
 
 def _meta(tensor: Tensor) -> Tensor:

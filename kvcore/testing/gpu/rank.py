@@ -6,7 +6,8 @@ page can tell whether the right KV is in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import NOTHING, Region, Spans, spans_of
 from kvcore.testing.gpu.ops import RecordingOps
-from kvcore.tiers.base import BlockRead
+from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer.graph import UnitTable
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
@@ -47,10 +48,10 @@ class _Shelf(MemoryTier):
 class GpuRank:
     """A rank with pages and an arena of ``slots`` blocks, made inside `installed`.
 
-    ``ops`` copies between them; its launches must be those of the machine.
-    A page holds one block of ``shape``; each layer's pages are one tensor. ``tier`` is the name of
-    a tier in memory with as many slots. ``device`` is what torch is told that the pages are on; code
-    that makes tensors there needs a CPU.
+    ``ops`` copies between them; its launches must be those of the machine. A page holds one block
+    of ``shape``; each layer's pages are one tensor. ``tier`` is the name of a tier with as many
+    slots: ``shelf`` makes it for slots of so many bytes, in memory if it is None. ``device`` is
+    where the pages are said to be; code that makes torch's tensors there needs a CPU.
     """
 
     tier = "disk"
@@ -66,6 +67,7 @@ class GpuRank:
         limits: WorkerLimits | None = None,
         ops: DeviceOps | None = None,
         device: torch.device = GPU,
+        shelf: Callable[[int], Tier] | None = None,
     ) -> None:
         self.machine = machine
         self.shape = shape
@@ -88,9 +90,12 @@ class GpuRank:
             pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=device),
             limits=limits or WorkerLimits(),
         )
-        self.worker.open_tier(self.tier, _Shelf(slots, self.arena.slot_nbytes))
+        make = shelf or partial(_Shelf, slots)
+        self.worker.open_tier(self.tier, make(self.arena.slot_nbytes))
         assert isinstance(self.worker.engine, WatchedEngine)
         self.worker.engine.arena = self.arena
+        staging = self.worker._staging
+        self.worker.engine.region = None if staging is None else staging.region
         self.parts = RankParts(self.worker, Metrics(), refuse_tier)
 
     def _know(self, layer: int, cache: torch.Tensor) -> Region:
