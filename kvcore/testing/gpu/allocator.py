@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocator"]
 
-_ROUND = 512
-"""Bytes to which torch's allocator rounds up."""
+_ROUND = 4096
+"""Bytes to which blocks are rounded up, so that tensors of other sizes take their place, too."""
 _SLAB = 1 << 20
 _GARBAGE = 255
 """The byte in memory that nobody has written: a NaN in every floating-point format."""
@@ -97,7 +97,7 @@ class Allocator:
         return found
 
     def _again(self, stream: StreamQueue, nbytes: int) -> _Block | None:
-        """Take the smallest idle block of a stream that is large enough."""
+        """Take the smallest idle block of a stream that is large enough, at the lowest address."""
         while self._dropped:
             block = self._dropped.popleft()
             block.uses = [self._machine.record(one) for one in block.held - {block.stream}]
@@ -111,7 +111,7 @@ class Allocator:
         ]
         if not fit:
             return None
-        block = min(fit, key=lambda one: one.nbytes)
+        block = min(fit, key=lambda one: (one.nbytes, one.region.start))
         idle.remove(block)
         for use in block.uses:
             self._machine.host().learn(use.clock)  # the allocator has asked, on the host

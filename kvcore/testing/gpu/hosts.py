@@ -150,6 +150,14 @@ class WatchedEngine(TransferEngine):
                 self._after(graph_id, _carrying(None))
         return idle
 
+    @property
+    def in_flight(self) -> int:
+        count = super().in_flight
+        if not count:
+            for graph_id in list(self._known):
+                self._after(graph_id, lambda op: True)
+        return count
+
     def poll(self) -> list[OpReport]:
         reports = super().poll()
         for report in reports:

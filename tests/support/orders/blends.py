@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvcore.config import Config
 from kvcore.connector import fusion_worker
@@ -45,7 +46,7 @@ from support.orders.books import Books, Request, Step
 
 __all__ = ["BLENDED", "BlendBooks", "BlendRank", "ToyLayers", "blends_of"]
 
-BLENDED = BlockShape(layers=4, kv_heads=2, head_dim=4, block_tokens=4, dtype="float32")
+BLENDED = BlockShape(layers=3, kv_heads=2, head_dim=4, block_tokens=4, dtype="float32")
 QUESTION = 3
 """Tokens after the last one that a blend makes KV for."""
 HIDDEN = 8
@@ -62,12 +63,38 @@ class BlendRank(GpuRank):
         self.made: dict[int, list[Tensor]] = {}
         super().__init__(machine, shape=BLENDED, device=torch.device("cpu"), **options)
 
+    def layer(self, *given: Any, **options: Any) -> None:
+        super().layer(*given, **options)
+        self._activate()
+
+    def replay(self, *given: Any, **options: Any) -> None:
+        super().replay(*given, **options)
+        self._activate()
+
+    def _activate(self) -> None:
+        """Use memory for a while, as a forward does for its activations."""
+        torch.ones(64, device="cpu").mul_(2)
+
     def bytes_of(self, block: int, layer: int) -> Tensor:
         if block in self.made:
             return self.made[block][layer]
         size = self.caches[layer][0].shape
         numbers = np.random.default_rng([block, layer]).standard_normal(size, dtype=np.float32)
         return torch.from_numpy(numbers)
+
+
+class Unwaited(TorchFusion):
+    """Torch's operations, with attention for which the host does not wait, as a GPU's kernel."""
+
+    def attend(
+        self, queries: Tensor, positions: Tensor, kv: LayerKV, attention: Attention
+    ) -> Tensor:
+        seen = torch.arange(len(kv.keys), device=kv.keys.device) <= positions[:, None]
+        q, k, v = (part.transpose(0, 1)[None] for part in (queries, kv.keys, kv.values))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, seen[None, None], scale=attention.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
 
 
 class ToyLayers(EngineLayers):
@@ -134,8 +161,11 @@ def ropes(shape: BlockShape) -> list[Rope]:
 
 
 def blends_of(rank: BlendRank, seed: int) -> FusionWorker:
-    """Return a rank's fusion worker. The seed chooses the selector, and whether there is a gate."""
-    gate = 0.05 if seed % 2 else None
+    """Return a rank's fusion worker. The seed chooses the selector, and whether there is a gate.
+
+    The host waits for the device at a gate.
+    """
+    gate = 0.05 if seed % 4 == 3 else None
     config = Config.model_validate({"fusion": {"enabled": True, "adaptive": False, "gate": gate}})
     return FusionWorker(
         config,
@@ -145,7 +175,7 @@ def blends_of(rank: BlendRank, seed: int) -> FusionWorker:
         rank.shape,
         SELECTORS[seed % len(SELECTORS)](),
         rank.shape.block_tokens,
-        TorchFusion(),
+        Unwaited(),
     )
 
 
@@ -188,11 +218,12 @@ def expected(
         lambda layer: None,
         sink,
         ReferenceOps(),
+        Unwaited(),
         again=selector.needs_question or blends._gate is not None,
     )
     gate: Gate | None = blends._gate
     budget = Ratio(order.ratio, blends._spread, FULL_LAYERS)
-    Fusor(ToyLayers(rank)).blend(job, placed, selector, budget, gate)
+    Fusor(ToyLayers(rank), ops=Unwaited()).blend(job, placed, selector, budget, gate)
     assert machine.host().device == machine.index
     made = [torch.cat(kv, dim=-1).unflatten(0, (-1, shape.block_tokens)) for kv in done]
     return [[kv[i].transpose(0, 1) for kv in made] for i in range(made[0].shape[0])]
@@ -201,7 +232,8 @@ def expected(
 class BlendBooks(Books):
     """A leader that also orders blends, a ``failing`` share of which fails.
 
-    ``at_once`` returns a context in which torch runs at once (`queued_torch`).
+    Half of the slots hold blocks from the start. ``at_once`` returns a context in which torch runs
+    at once (`queued_torch`).
     """
 
     def __init__(
@@ -222,6 +254,12 @@ class BlendBooks(Books):
         self._at_once = at_once
         self._failing, self._share = failing, share
         self._made: dict[str, dict[int, int]] = {}
+        with at_once():
+            for _ in range(rank.arena.num_slots // 2):
+                self._blocks += 1
+                slot = self._room.pop()
+                rank.fill(slot, self._blocks)
+                self.published[self._blocks] = slot
 
     def _begin(self, step: Step) -> bool:
         if not self.published or self._random.random() > self._share:
@@ -302,4 +340,3 @@ def _plain_cpu() -> Iterator[None]:
         yield
     finally:
         undo()
-
