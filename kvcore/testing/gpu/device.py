@@ -10,10 +10,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
+
 from kvcore.memory.device import Device, Event, Stream, serve_devices
-from kvcore.testing.gpu.clocks import call_site
 from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
-from kvcore.testing.gpu.memory import span, together
+from kvcore.testing.gpu.memory import span, tensor_spans, together
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from kvcore.memory.cuda_batch import Addresses
 
 __all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "installed", "on_device", "plain"]
-
-_ALIGNMENT = 256
-"""Where CUDA's allocations begin."""
-_UNUSED = 0xA5
-"""The bytes of memory that nothing has been written to."""
 
 
 class RecordedEvent(Event):
@@ -71,11 +67,12 @@ class RecordedStream(Stream):
         self.machine.note("follow", event.point, self.queue)
         self.machine.follow(self.queue, event.point)
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        self.machine.note("hold", tensor.data_ptr(), self.queue)
-
     def issuing(self) -> AbstractContextManager[object]:
         return self.machine.issuing(self.queue)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.machine.note("hold", tensor.data_ptr(), self.queue)
+        self.machine.allocator.hold(tensor, self.queue)
 
 
 class RecordingDevice(Device):
@@ -131,16 +128,24 @@ class RecordingDevice(Device):
             self.machine.take_error()
 
     def reaches(self, tensor: torch.Tensor) -> bool:
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        nbytes = int(tensor.untyped_storage().nbytes()) - offset
-        return self.machine.reaches(span(tensor.data_ptr(), nbytes))
+        # As CUDA's runtime: it looks at the first address only.
+        return self.machine.reaches(span(tensor.data_ptr(), 1))
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         import torch
 
         self.machine.note("upload", array.nbytes)
-        self.machine.upload(array.nbytes)
-        return torch.from_numpy(array.copy())
+        allocator = self.machine.allocator
+        source = torch.from_numpy(array.copy())
+        memory = allocator.allocate(array.nbytes).view(source.dtype).view(source.shape)
+        target = allocator.alias(memory)
+
+        def run() -> None:
+            with torch.inference_mode():
+                target.copy_(source)
+
+        self.machine.upload(array.nbytes, run, tensor_spans(memory))
+        return memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         import torch
@@ -149,12 +154,7 @@ class RecordingDevice(Device):
         if room is not None and sum(self.machine.allocated) + nbytes > room:
             raise torch.OutOfMemoryError(f"no room for {nbytes} bytes on the recording device")
         self.machine.allocated.append(nbytes)
-        memory = torch.full((nbytes + _ALIGNMENT,), _UNUSED, dtype=torch.uint8)
-        skipped = -memory.data_ptr() % _ALIGNMENT
-        memory = memory[skipped : skipped + nbytes]
-        self.machine.keep(memory)
-        name = f"device memory that was allocated at {call_site()}"
-        self.machine.know_device(memory.data_ptr(), nbytes, name)
+        memory = self.machine.allocator.allocate(nbytes)
         return memory if self.name.type == "cpu" else on_device(memory)
 
     def copy_batch(
@@ -162,6 +162,14 @@ class RecordingDevice(Device):
     ) -> None:
         dst, src, sizes = dst.copy(), src.copy(), sizes.copy()
         self.machine.note("batch", sizes)
+        if registered:
+            for start in (dst, src):
+                pieces = np.stack([start, start + sizes], axis=1)
+                address = self.machine.spans_two_registrations(pieces)
+                if address is not None:
+                    self.machine.fault(
+                        "memory", f"a copy from {address:#x} on spans two registrations"
+                    )
 
         def run() -> None:
             for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):

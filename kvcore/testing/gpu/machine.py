@@ -20,8 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvcore.errors import UnsupportedError
 from kvcore.memory.hugepages import PAGE
+from kvcore.testing.gpu.allocator import Allocator
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
@@ -99,6 +102,7 @@ class _Host(Actor):
         self.error = ""
         self.doing: list[str] = []
         self.in_step = False
+        self.queues_torch = False
 
 
 @dataclass(eq=False)
@@ -123,9 +127,8 @@ class Machine:
 
     ``faults`` are those found so far. ``counts`` has the numbers of launches, host_waits, uploads,
     upload_nbytes and registrations, and ``by_op`` the same for each thing named with `doing`.
-    ``calls`` are the calls of the device in their order, ``registered`` the sizes of what is
-    registered now by its address, ``allocated`` the sizes of all that was allocated, and ``waited``
-    the names of the threads that have waited for the device.
+    ``calls`` are the calls of the device in their order, ``allocated`` the sizes of all that was
+    allocated, and ``waited`` the names of the threads that have waited for the device.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Machine:
     ) -> None:
         self.index = index
         self.memory = Memory()
+        self.allocator = Allocator(self)
         self.faults: list[Fault] = []
         self.counts: Counter[str] = Counter()
         self.by_op: dict[str, Counter[str]] = {}
@@ -149,15 +153,20 @@ class Machine:
         self.node: int | None = None
         self.on_register: Callable[[int], None] = lambda count: None
         self.calls: list[Call] = []
-        self.registered: dict[int, int] = {}
         self.allocated: list[int] = []
         self.waited: set[str] = set()
         self._queued: list[Work] = []
         self._kept: list[object] = []
+        self._runner: int | None = None
         self._time = 0.0
         self._threads = threading.local()
         self.default = StreamQueue("the default stream")
         self.streams: list[StreamQueue] = [self.default]
+
+    @property
+    def registered(self) -> dict[int, int]:
+        """The sizes of what is registered now by its address."""
+        return self.memory.registered
 
     # -- host threads -----------------------------------------------------------------------
 
@@ -215,11 +224,11 @@ class Machine:
         """Let a range be host memory that is tracked, registered or not."""
         with self.lock:
             where = place or (lambda offset: f"{name}, byte {offset}")
-            region = Region(name, address, address + nbytes, where, is_host=True, reached=False)
+            region = Region(name, address, address + nbytes, where, is_host=True)
             region.why = "it is not registered"
             old = self.memory.at(address)
             if old is not None and old.is_host and old.start == address:
-                region.reached, region.why, region.live = old.reached, old.why, old.live
+                region.why, region.live = old.why, old.live
             return self.memory.add(region)
 
     def keep(self, memory: object) -> None:
@@ -258,11 +267,8 @@ class Machine:
             ):
                 self.fault("memory", f"two registrations may share a page, at {call_site()}")
             self.registered[address] = nbytes
-            for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = True, ""
             if not self.memory.parts(span(address, nbytes)):
-                name = "registered host memory"
-                self.know_host(address, nbytes, name).reached = True
+                self.know_host(address, nbytes, "registered host memory")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. No work may use the memory."""
@@ -275,7 +281,7 @@ class Machine:
                 return
             self._expect_idle(span(address, nbytes), "unregistered")
             for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = False, f"it was unregistered at {call_site()}"
+                region.why = f"it was unregistered at {call_site()}"
 
     def take_error(self) -> str:
         """Return and forget the calling thread's pending error, as cudaGetLastError does."""
@@ -287,8 +293,18 @@ class Machine:
         """Return True if the device can touch all of these bytes."""
         with self.lock:
             return self.memory.unknown(spans) is None and all(
-                region.reached for region, _ in self.memory.parts(spans)
+                self.memory.unreached(*part) is None for part in self.memory.parts(spans)
             )
+
+    def spans_two_registrations(self, spans: Spans) -> int | None:
+        """Return the start of a range of ``spans`` that lies in more than one registration."""
+        with self.lock:
+            starts = np.array(sorted(self.memory.registered), dtype=np.int64)
+            first, last = (
+                np.searchsorted(starts, at, side="right") for at in (spans[:, 0], spans[:, 1] - 1)
+            )
+            over = np.flatnonzero((first != last) & (first > 0))
+            return int(spans[over[0], 0]) if len(over) else None
 
     # -- streams ----------------------------------------------------------------------------
 
@@ -466,12 +482,24 @@ class Machine:
         name = threading.current_thread().name
         self.calls.append(Call(kind, what, stream, name, host.device == self.index))
 
-    def upload(self, nbytes: int) -> None:
-        """Count a copy of a host array to the device."""
+    def upload(self, nbytes: int, run: Callable[[], None], writes: Spans) -> None:
+        """Queue a copy of a host array to the device."""
         with self.lock:
             self.needs_device("an upload")
             self._count("uploads")
             self._count("upload_nbytes", nbytes)
+            stream = self.current_stream()
+            stream.learn(self.host().step())
+            self._touch(stream, stream.step(), "an upload", call_site(), writes, writes=True)
+            work = self._queue(stream, "an upload", run)
+            if not self.host().queues_torch:
+                self.force(work)  # what reads it is not queued either
+            self._drift()
+
+    @property
+    def runs_queued(self) -> bool:
+        """True if the calling thread is just running queued work."""
+        return self._runner == threading.get_ident()
 
     # -- under the lock ---------------------------------------------------------------------
 
@@ -504,6 +532,7 @@ class Machine:
     def _run(self, work: Work) -> None:
         self._queued.remove(work)
         work.error = next((one.error for one in work.needs if one.error is not None), None)
+        self._runner = threading.get_ident()
         try:
             if work.run is not None:
                 work.run()
@@ -511,6 +540,7 @@ class Machine:
             self.fault("work", f"{work.what} failed: {error!r}")
             work.error = error
         finally:
+            self._runner = None
             self._time += STEP_S
             work.done, work.at, work.run, work.needs = True, self._time, None, []
 
@@ -537,11 +567,13 @@ class Machine:
     def _expect_reached(self, what: str, where: str, spans: Spans, pageable: bool) -> bool:
         before = len(self.faults)
         unknown = self.memory.unknown(spans)
-        if unknown is not None:
+        if unknown is not None and not pageable:
             self.fault("memory", f"{what} touches {unknown:#x}, which nothing made known: {where}")
-        for region, _ in self.memory.parts(spans):
-            if not (region.reached or (pageable and region.is_host)):
-                self.fault("memory", f"{what} touches {region.name}, but {region.why}: {where}")
+        for region, inside in self.memory.parts(spans):
+            address = self.memory.unreached(region, inside)
+            if address is not None and not (pageable and region.is_host):
+                place = region.place(address - region.start)
+                self.fault("memory", f"{what} touches {place}, but {region.why}: {where}")
         return len(self.faults) == before
 
     def _expect_idle(self, spans: Spans, done: str) -> None:

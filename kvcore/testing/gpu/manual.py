@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvcore.testing.gpu.machine import Machine, Point, StreamQueue, Work
+from kvcore.testing.gpu.memory import Spans
 from kvcore.testing.waiting import PATIENCE_S
 
 __all__ = ["ManualMachine"]
@@ -58,6 +59,10 @@ class ManualMachine(Machine):
             reached = self._moved.wait_for(lambda: work.done or self._working, PATIENCE_S)
             assert reached, "nobody let the device work"
             super().force(work)
+
+    def upload(self, nbytes: int, run: Callable[[], None], writes: Spans) -> None:
+        with self.lock, self.working():  # it may be forced, and does not let go of the lock
+            super().upload(nbytes, run, writes)
 
     def passed(self, point: Point) -> bool:
         if not self._working:
