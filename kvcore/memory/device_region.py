@@ -12,9 +12,12 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvcore.errors import UnsupportedError
 from kvcore.memory.arena import slot_bytes
 from kvcore.memory.copy.base import DeviceOps
+from kvcore.memory.device import device_of
 from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.memory.layout import Arrangement, KVView, arena_layout
 from kvcore.memory.nixl import Memory
@@ -44,6 +47,7 @@ class DeviceRegion:
         self.num_slots = num_slots
         self.slot_nbytes = slot_bytes(shape)
         self._ops = ops
+        self._device = device_of(device)
         nbytes = num_slots * self.slot_nbytes
         self._pages: Pages | None = None
         if device is None or device.type == "cpu":
@@ -52,7 +56,7 @@ class DeviceRegion:
             self.tensor = torch.frombuffer(self._pages.view, dtype=torch.uint8)
             return
         try:
-            whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, device=device)
+            whole = self._device.allocate(nbytes + PAGE)
         except torch.OutOfMemoryError as error:
             raise UnsupportedError(
                 f"cannot allocate {nbytes} bytes on {device} for disk.device_staging ({error}): "
@@ -71,12 +75,14 @@ class DeviceRegion:
         return KVView(layout, [self.tensor.view(getattr(torch, self.shape.dtype))])
 
     def put(self, place: int, block: memoryview) -> None:
-        """Copy a block from host memory into the slot ``place``. Blocks until it is there."""
-        import torch
+        """Copy a block from host memory into the slot ``place``, on the current stream.
 
-        at = place * self.slot_nbytes
-        source = torch.frombuffer(block, dtype=torch.uint8)
-        self.tensor[at : at + len(source)].copy_(source)
+        Blocks until the host memory may be used again.
+        """
+        source = np.frombuffer(block, dtype=np.uint8)
+        ends = self.tensor.data_ptr() + place * self.slot_nbytes, source.ctypes.data, source.nbytes
+        to, start, nbytes = (np.array([end], dtype=np.int64) for end in ends)
+        self._device.copy_batch(to, start, nbytes, registered=False)
 
     def sums(self, places: Sequence[int]) -> list[int]:
         """Return the sums of the blocks in these slots, computed on the device.

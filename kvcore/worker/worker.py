@@ -300,6 +300,7 @@ class KVWorker:
                 _close_tier(name, tier)
             if self._staging is not None:
                 self._staging.close()
+                self._staging = None
             self.arena.close()
         self.tracer.close()
         return ended

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +14,11 @@ from kvcore.memory.copy import HeadRange
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.copy.link import Way
 from kvcore.memory.copy.reference import ReferenceOps
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, unit_tokens
 from kvcore.model.shape import BlockShape
+from kvcore.testing.gpu import Machine, installed
+from kvcore.testing.gpu.device import RecordedEvent
 from kvcore_kernels.copy import launch, naive
 from kvcore_kernels.ops import KernelOps, TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen
@@ -29,8 +33,9 @@ from kvcore_kernels.testing import (
     twin,
     vllm_view,
 )
-from support.links import FakeGpu, on_gpu, served
+from support.links import on_gpu, on_host
 
+GPU = torch.device("cuda", 0)
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
 
@@ -80,7 +85,7 @@ def test_between_any_engine_and_canonical_blocks(data: st.DataObject) -> None:
 @given(data=st.data())
 @settings(max_examples=25)
 def test_over_the_link_by_every_way(data: st.DataObject) -> None:
-    """Where the kernels run on a GPU that this CPU plays, and the rest goes by address."""
+    """The kernels run in the interpreter, at once, and the rest is copied by address."""
     page, block = data.draw(st.sampled_from([(16, 32), (32, 16), (8, 8)]))
     shape = BlockShape(2, 2, data.draw(st.sampled_from([64, 80])), block, "bfloat16")
     view = ENGINES[data.draw(st.sampled_from(sorted(ENGINES)))](shape, 4, page)
@@ -96,42 +101,53 @@ def test_over_the_link_by_every_way(data: st.DataObject) -> None:
     results = []
     for ops in (TritonOps(way), ReferenceOps()):
         ours, theirs = twin(view), twin(arena)
-        here = on_gpu(ours) if ops.name == "triton" else ours
-        ends = [(here, a), (theirs, b)] if to_host else [(theirs, b), (here, a)]
-        with served(FakeGpu()):
+        with installed(Machine(eager=1.0)) as machine:
+            here = on_gpu(machine, ours) if ops.name == "triton" else ours
+            on_host(machine, theirs)
+            ends = [(here, a), (theirs, b)] if to_host else [(theirs, b), (here, a)]
             ops.copy_blocks(*ends[0], *ends[1], layers, unit, heads)
+        machine.check()
         results.append((ours, theirs))
     for mine, naives in zip(*results, strict=True):
         assert_same(mine, naives)
 
 
-def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
+def test_tables_are_sent_once_and_ordered_with_every_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device has not come to the end of the first upload when the second stream copies."""
+    monkeypatch.setattr(RecordedEvent, "passed", lambda event: False)
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
-    view, arena = on_gpu(slot_view(shape, 4, 16)), on_gpu(arena_view(shape, 4))
     ops = KernelOps()
-    with served(FakeGpu()) as gpu:
-        sizes = []
-        for name in ("first", "second"):
-            with gpu.new_stream(name).issuing():
-                before = len(gpu.log)
+    with installed(Machine()) as machine:
+        view = on_gpu(machine, slot_view(shape, 4, 16))
+        arena = on_gpu(machine, arena_view(shape, 4))
+        uploads, streams = [], [device_of(GPU).stream() for _ in range(2)]
+        for stream in streams:
+            before = len(machine.calls)
+            with stream.issuing():
                 ops.copy_blocks(view, np.array([2, 1]), arena, np.array([0, 3]))
-                mine = gpu.log[before:]
-            sizes.append([what for kind, _, what in mine if kind == "upload"])
-        assert sizes[0][-1] == sizes[1][0] == 2 * 2 * 8, "two units, of two sides"
-        assert len(sizes[1]) == 1, "the tables were sent again"
-        (sent,) = [what for kind, name, what in gpu.log if (kind, name) == ("record", "first")]
-        assert ("follow", "second", sent) in gpu.log
-        assert ("hold", "second") in [entry[:2] for entry in gpu.log]
+            mine = machine.calls[before:]
+            uploads.append([call.what for call in mine if call.kind == "upload"])
+    assert uploads[0][-1] == uploads[1][0] == 2 * 2 * 8, "two units, of two sides"
+    assert len(uploads[1]) == 1, "the tables were sent again"
+    first, second = (stream.queue for stream in streams)
+    found = [(call.kind, call.stream) for call in machine.calls]
+    sent = machine.calls[found.index(("record", first))].what
+    assert ("follow", sent, second) in [call[:3] for call in machine.calls]
+    assert ("hold", second) in found
 
 
 def test_what_is_prepared_copies_nothing() -> None:
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     view, arena = slot_view(shape, 4, 16), arena_view(shape, 4)
     before = twin(view), twin(arena)
-    with served(FakeGpu()) as gpu:
-        TritonOps().prepare(on_gpu(view), arena, 16)
-        assert len(gpu.allocated) == 2
-        TritonOps().prepare(on_gpu(view), on_gpu(arena), 16)
+    with installed(Machine(eager=1.0)) as machine:
+        ours = on_gpu(machine, view)
+        TritonOps().prepare(ours, on_host(machine, arena), 16)
+        assert len(machine.allocated) == 2
+        TritonOps().prepare(ours, on_gpu(machine, arena), 16)
+    machine.check()
     assert_same(view, before[0])
     assert_same(arena, before[1])
 

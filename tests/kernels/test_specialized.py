@@ -19,10 +19,11 @@ import torch
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.copy.link import Way
 from kvcore.model.shape import BlockShape
+from kvcore.testing.gpu import Machine, installed
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.pack.launch import pack_blocks, unpack_blocks
 from kvcore_kernels.testing import ORDERS, arena_view, vllm_view
-from support.links import FakeGpu, on_gpu, served
+from support.links import on_gpu, on_host
 
 COUNTS = (1, 2, 15, 16, 17, 64, 500)
 
@@ -72,8 +73,9 @@ def main() -> None:
     builds = Builds()
     shape = BlockShape(4, 2, 64, 16, "bfloat16")
     new = {}
-    with served(FakeGpu()):
-        pages, blocks = on_gpu(vllm_view(shape, 500, 16, ORDERS[1])), arena_view(shape, 500)
+    with installed(Machine(eager=1.0)) as machine:
+        pages = on_gpu(machine, vllm_view(shape, 500, 16, ORDERS[1]))
+        blocks = on_host(machine, arena_view(shape, 500))
         TritonOps().prepare(pages, blocks, 16)
         new["prepared"] = builds.take()
         work = itertools.product(COUNTS, ([0, 1, 2, 3], [2], [1, 2]))

@@ -1,69 +1,91 @@
-"""A worker over a device that queues its work, with one group of pages of a block each."""
+"""A worker over a machine that the test lets work, with pages of a block each."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 
-from kvcore.memory.arena import HostArena
-from kvcore.memory.copy import builtin_ops, select_ops
-from kvcore.memory.device import serve_devices
+from kvcore.memory.copy.base import HeadRange, Units
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
-from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import OpReport, TransferGraph, UnitTable
+from kvcore.testing.gpu import GpuRank, ManualMachine, RecordingDevice, RecordingOps, installed
+from kvcore.testing.gpu.device import RecordedStream
+from kvcore.testing.waiting import PATIENCE_S
+from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.transfer.plan import Chain, build_load, build_save, layer_steps
-from kvcore.worker import EnginePages, KVWorker, WorkerLimits
-from kvcore.worker.lifecycle import RankParts, refuse_tier
-from support.manual_device import WAIT, ManualDevice, ManualStream, QueuedOps
 
 SHAPE = BlockShape(3, 2, 8, 16, "float32")
 PAGES = SLOTS = 8
 """A page is a block."""
+CPU = torch.device("cpu")
 
 
-class ManualRig:
-    """A worker whose pages and host memory hold other numbers. Main thread: the engine's."""
+class FailingOps(RecordingOps):
+    """Copies that fail.
 
-    def __init__(self) -> None:
-        self.device = ManualDevice()
-        undo = serve_devices("cpu", lambda name: self.device)
-        try:
-            self.pages = self._memory()
-            views = [page.transpose(1, 2) for page in self.pages]
-            self.groups = [DeviceGroup((0, 1, 2), KVView(from_strides(views, SHAPE), views))]
-            self.arena = HostArena(SHAPE, SLOTS, huge_pages=False)
-            flat = KVView(self.arena.layout(), [self.arena.tensor()])
-            inner = select_ops(self.groups[0].view, flat, builtin_ops())
-            self.ops = QueuedOps(inner, self.device)
-            self.worker = KVWorker(
-                arena=self.arena,
-                arena_view=flat,
-                ops=self.ops,
-                pages=EnginePages(self.groups),
-                limits=WorkerLimits(),
-            )
-        finally:
-            undo()
+    ``refuse`` is the number of next copies that raise before they are queued; ``breaks`` makes the
+    device fail when it comes to a copy.
+    """
+
+    refuse = 0
+    breaks = False
+
+    def copy(
+        self,
+        src: KVView,
+        src_units: Units,
+        dst: KVView,
+        dst_units: Units,
+        layers: Sequence[int],
+        unit_tokens: int,
+        heads: HeadRange,
+    ) -> None:
+        if self.refuse:
+            self.refuse -= 1
+            raise RuntimeError("planted: out of memory")
+        if self.breaks:
+            self.machine.launch("a copy", _break)
+        super().copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)
+
+
+def _break() -> None:
+    raise RuntimeError("planted: an illegal address")
+
+
+class ManualRig(GpuRank):
+    """A rank whose pages and host memory hold other numbers. Main thread: the engine's."""
+
+    machine: ManualMachine
+
+    def __init__(self, machine: ManualMachine) -> None:
+        self.device = RecordingDevice(machine, CPU)
+        self.ops = FailingOps(machine)
+        super().__init__(machine, pages=PAGES, slots=SLOTS, shape=SHAPE, ops=self.ops, device=CPU)
         self.arena.tensor().fill_(1.0)
-        self.reports: list[OpReport] = []
+        self.stream = self.device.current_stream()
 
-    def _memory(self) -> list[torch.Tensor]:
-        return [torch.zeros(PAGES, SHAPE.block_tokens, 2, 16) for _ in range(SHAPE.layers)]
+    def memory(self) -> tuple[list[torch.Tensor], list[DeviceGroup]]:
+        """Return device memory like the pages, for an ``into``."""
+        tensors = [torch.zeros_like(cache) for cache in self.caches]
+        for tensor in tensors:
+            self.machine.know_device(tensor.data_ptr(), tensor.nbytes, "other memory")
+        self.machine.keep(tensors)
+        return tensors, [DeviceGroup((0, 1, 2), KVView(from_strides(tensors, SHAPE), tensors))]
 
-    def compute(self, work: Callable[[], None]) -> None:
-        """Give the engine's stream a part of a step."""
-        self.device.compute.launch(work)
+    def compute(self, work: Callable[[], None], stream: RecordedStream | None = None) -> None:
+        """Give the engine's stream, or this one, a part of a step."""
+        with (stream or self.stream).issuing():
+            self.machine.launch("a part of a step", work)
 
     def write(self, page: int, value: float) -> None:
-        for tensor in self.pages:
+        for tensor in self.caches:
             tensor[page] = value
 
     def read(self, page: int) -> set[float]:
-        return {float(x) for tensor in self.pages for x in tensor[page].unique()}
+        return {float(x) for tensor in self.caches for x in tensor[page].unique()}
 
     def kept(self, slot: int) -> set[float]:
         block = self.arena.tensor().view(SLOTS, -1)[slot][: SHAPE.nbytes // 4]  # padding follows
@@ -71,10 +93,12 @@ class ManualRig:
 
     def load(self, graph_id: int, page: int, slot: int, *, by_layer: bool = True) -> TransferGraph:
         steps = layer_steps(SHAPE.layers, growth=1) if by_layer else ()
-        return build_load(graph_id, chain(), [slot], [], units(page), batch_rows=1, layers=steps)
+        return build_load(
+            graph_id, chain(), [slot], [], self.units([page]), batch_rows=1, layers=steps
+        )
 
     def save(self, graph_id: int, page: int, slot: int) -> TransferGraph:
-        return build_save(graph_id, chain(), [slot], units(page), None, batch_rows=1)
+        return build_save(graph_id, chain(), [slot], self.units([page]), None, batch_rows=1)
 
     def submit(self, *graphs: TransferGraph) -> None:
         for graph in graphs:
@@ -84,35 +108,44 @@ class ManualRig:
         return len(self.worker.engine.issued(graph.graph_id)) == len(graph.ops)
 
     def until_issued(self, graph: TransferGraph) -> None:
-        assert self.worker.engine.wait_issued(graph.graph_id, timeout=WAIT)
+        assert self.worker.engine.wait_issued(graph.graph_id, timeout=PATIENCE_S)
+
+    def run(self, *only: RecordedStream) -> None:
+        """Let all streams, or only these, work until none can go on."""
+        self.machine.run(*(stream.queue for stream in only))
 
     def end(self) -> list[OpReport]:
-        """Let the device work until no copy is left; return the reports."""
-        with self.device.working():
-            assert self.worker.wait_idle(WAIT)
+        """Let the device work until nothing is left; return the reports."""
+        with self.machine.working():
+            assert self.worker.wait_idle(PATIENCE_S)
+        self.run()
         return self.worker.poll()
 
-    def others(self, *but: ManualStream) -> list[ManualStream]:
+    def others(self, *but: RecordedStream) -> list[RecordedStream]:
         """Return the streams, but these and that of the engine's steps."""
-        return [s for s in self.device.streams if s not in (self.device.compute, *but)]
+        out = [stream.queue for stream in (self.stream, *but)]
+        streams = tuple(self.machine.streams)
+        return [RecordedStream(self.machine, one) for one in streams if one not in out]
 
     @property
     def host_waited(self) -> bool:
         """True if this thread has waited for the device."""
-        return threading.current_thread().name in self.device.host_waits
+        return threading.current_thread().name in self.machine.waited
 
-    @property
-    def parts(self) -> RankParts:
-        return RankParts(self.worker, Metrics(), refuse_tier)
 
-    def close(self) -> None:
-        with self.device.working():
-            assert self.worker.close()
+@contextmanager
+def manual_rig() -> Iterator[ManualRig]:
+    """Yield a rig. Raises AssertionError at the end if its machine saw a fault."""
+    with installed(ManualMachine()) as machine:
+        rig = ManualRig(machine)
+        try:
+            yield rig
+        finally:
+            with machine.working():
+                closed = rig.worker.close()
+        assert closed
+        machine.check()
 
 
 def chain() -> Chain:
     return Chain(b"n", b"", (b"k",))
-
-
-def units(page: int) -> tuple[UnitTable, ...]:
-    return (UnitTable.of(np.array([[page]], dtype=np.int64), SHAPE.block_tokens),)

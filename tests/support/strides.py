@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,8 @@ from kvcore.memory.copy.base import Units
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
 
 __all__ = [
-    "DTYPES", "Sizes", "clone", "contents", "fill", "memory", "one_by_one", "unit_pairs", "views",
-    "whole",
+    "DTYPES", "Sizes", "StridedCopy", "clone", "contents", "copies", "fill", "memory", "one_by_one",
+    "unit_pairs", "views", "whole",
 ]  # fmt: skip
 
 DTYPES = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32"}
@@ -149,3 +150,46 @@ def unit_pairs(draw: st.DrawFn, src: KVView, dst: KVView, unit: int) -> tuple[Un
         pairs.append((-1 if "a" in out else a, -7 if "b" in out else b))
     rows = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return rows[:, 0], rows[:, 1]
+
+
+class StridedCopy(NamedTuple):
+    """The arguments of `DeviceOps.copy_blocks`, in their order."""
+
+    src: KVView
+    src_units: Units
+    dst: KVView
+    dst_units: Units
+    layers: list[int]
+    unit: int
+    heads: HeadRange
+
+    def expected(self) -> list[bytes]:
+        """Return what `contents` of the target must be after the copy."""
+        copied = self._replace(dst=clone(self.dst))
+        one_by_one(*copied)
+        return contents(copied.dst)
+
+
+@st.composite
+def copies(draw: st.DrawFn, dims: Sequence[int], units: Sequence[int]) -> StridedCopy:
+    """Draw a copy between memories of any stride, with heads of one of ``dims`` or of two."""
+    dim = st.sampled_from(dims)
+    sizes = Sizes(
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.integers(1, 3)),
+        draw(st.tuples(dim) | st.tuples(dim, dim)),
+        draw(st.sampled_from(units)),
+    )
+    src, dst = draw(views(sizes)), draw(views(sizes))
+    src.check()
+    dst.check()
+    fill(src, draw(st.integers(0, 9)))
+    a, b = draw(unit_pairs(src, dst, sizes.unit))
+    size = draw(st.integers(0, min(src.layout.kv_heads, dst.layout.kv_heads)))
+    heads = HeadRange(
+        draw(st.integers(0, src.layout.kv_heads - size)),
+        draw(st.integers(0, dst.layout.kv_heads - size)),
+        size,
+    )
+    layers = draw(st.lists(st.integers(0, sizes.layers - 1), unique=True))
+    return StridedCopy(src, a, dst, b, layers, sizes.unit, heads)

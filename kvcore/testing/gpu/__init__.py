@@ -5,7 +5,12 @@
 
 from kvcore.testing.gpu.device import RecordingDevice, installed
 from kvcore.testing.gpu.machine import Fault, Machine
+from kvcore.testing.gpu.manual import ManualMachine
 from kvcore.testing.gpu.ops import RecordingOps
+from kvcore.testing.gpu.queued import queued_torch
 from kvcore.testing.gpu.rank import SHAPE, GpuRank
 
-__all__ = ["SHAPE", "Fault", "GpuRank", "Machine", "RecordingDevice", "RecordingOps", "installed"]
+__all__ = [
+    "SHAPE", "Fault", "GpuRank", "Machine", "ManualMachine", "RecordingDevice", "RecordingOps",
+    "installed", "queued_torch",
+]  # fmt: skip

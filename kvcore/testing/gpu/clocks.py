@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,9 @@ Clock = dict[int, int]
 
 _HERE = str(Path(__file__).parent)
 _FRAMES = 4
-_DULL = ("/contextlib.py", "/threading.py", "/functools.py")
+_DULL = (
+    "/contextlib.py", "/threading.py", "/functools.py", "/torch/_compile.py", "/eval_frame.py",
+)  # fmt: skip
 
 
 def join(into: Clock, other: Clock) -> None:
@@ -83,8 +86,16 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code
-        if not code.co_filename.startswith(_HERE) and not code.co_filename.endswith(_DULL):
-            name = "/".join(Path(code.co_filename).parts[-2:])
+        name = _shown(code.co_filename)
+        if name:
             found.append(f"{name}:{frame.f_lineno} ({code.co_name})")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(found)
+
+
+@cache
+def _shown(file: str) -> str:
+    """Return the short name of a file; an empty one if its lines tell nothing."""
+    if file.startswith(_HERE) or file.endswith(_DULL):
+        return ""
+    return "/".join(Path(file).parts[-2:])

@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kvcore.memory.device import CpuDevice, serve_devices
 
-__all__ = ["Counts", "DeviceCalls"]
+__all__ = ["ALLOCATIONS", "MADE_ON_HOST", "WAITS", "Counts", "DeviceCalls", "tensors_in"]
 
-_ALLOCATIONS = {
+ALLOCATIONS = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
     "aten::new_empty_strided",
 }  # fmt: skip
-_WAITS = {
+WAITS = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal",
     "aten::allclose", "aten::nonzero", "aten::nonzero_numpy", "aten::argwhere",
     "aten::masked_select", "aten::unique", "aten::_unique", "aten::_unique2",
@@ -43,7 +43,7 @@ _WAITS = {
 }  # fmt: skip
 """Operations whose result, or its size, the host reads."""
 _BY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
-_MADE_ON_HOST = {
+MADE_ON_HOST = {
     "arange", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "tensor",
     "as_tensor", "eye", "linspace",
 }  # fmt: skip
@@ -161,30 +161,30 @@ class DeviceCalls:
 
     def mark_host(self, made: object) -> None:
         """Take tensors for memory of the host."""
-        for tensor in _tensors(made):
+        for tensor in tensors_in(made):
             self._host[_storage(tensor)] = tensor
 
     # -- what torch is asked ----------------------------------------------------------------
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Look at a call of torch's Python functions that its operations do not show."""
-        on_device = any(not self.on_host(tensor) for tensor in _tensors(args[:1]))
+        on_device = any(not self.on_host(tensor) for tensor in tensors_in(args[:1]))
         if name in _TO_HOST and on_device:
             self.waited(name)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> None:
         """Count one operation of torch, which has run."""
         name = func.name().split(".")[0]
-        given, made = _tensors((args, dict(kwargs))), _tensors(out)
+        given, made = tensors_in((args, dict(kwargs))), tensors_in(out)
         if given and all(map(self.on_host, given)):
             self.mark_host(made)
             return
-        if name in _ALLOCATIONS or name in ("aten::lift_fresh", "aten::detach_"):
+        if name in ALLOCATIONS or name in ("aten::lift_fresh", "aten::detach_"):
             return
         if name == "aten::copy_" and self.on_host(args[0]) != self.on_host(args[1]):
             self._crossed(args[0], args[1])
             return
-        if name in _WAITS or (name in _BY_INDEX and _by_mask(args[1])):
+        if name in WAITS or (name in _BY_INDEX and _by_mask(args[1])):
             self.waited(name)
         shared = set(map(_storage, given))
         if not func._schema.is_mutable and made and all(_storage(one) in shared for one in made):
@@ -210,7 +210,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         self._calls.called(name, args, kwargs)
-        if name in _MADE_ON_HOST and not _tensors((args, kwargs)) and not kwargs.get("device"):
+        if name in MADE_ON_HOST and not tensors_in((args, kwargs)) and not kwargs.get("device"):
             with self._calls.foreign():
                 out = func(*args, **kwargs)
             self._calls.mark_host(out)
@@ -223,7 +223,7 @@ class _Functions(TorchFunctionMode):
                 self._calls.mark_host(out)
             else:
                 self._sent(out)
-        elif name in ("tensor", "as_tensor") and not _tensors((args, kwargs)):
+        elif name in ("tensor", "as_tensor") and not tensors_in((args, kwargs)):
             self._sent(out)
         elif name == "to" and _device_in(args[1:], kwargs) and self._calls.on_host(args[0]):
             out = _unseen_copy(out)
@@ -258,18 +258,19 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _tensors(found: object) -> list[Tensor]:
+def tensors_in(found: object) -> list[Tensor]:
+    """Return all tensors in an argument or a result."""
     if isinstance(found, Tensor):
         return [found]
     if isinstance(found, Mapping):
-        return [tensor for value in found.values() for tensor in _tensors(value)]
+        return [tensor for value in found.values() for tensor in tensors_in(value)]
     if isinstance(found, (list, tuple)):
-        return [tensor for value in found for tensor in _tensors(value)]
+        return [tensor for value in found for tensor in tensors_in(value)]
     return []
 
 
 def _by_mask(indices: object) -> bool:
-    return any(one.dtype in (torch.bool, torch.uint8) for one in _tensors(indices))
+    return any(one.dtype in (torch.bool, torch.uint8) for one in tensors_in(indices))
 
 
 def _device_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -10,10 +10,11 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import numpy as np
+
 from kvcore.memory.device import Device, Event, Stream, serve_devices
-from kvcore.testing.gpu.clocks import call_site
 from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
-from kvcore.testing.gpu.memory import span, together
+from kvcore.testing.gpu.memory import span, tensor_spans, together
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,9 +28,10 @@ __all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "installed", "o
 class RecordedEvent(Event):
     """A point in a stream of the machine. ``seen`` is True once the host has seen it pass."""
 
-    def __init__(self, machine: Machine, point: Point) -> None:
+    def __init__(self, machine: Machine, point: Point, *, timed: bool) -> None:
         self.machine = machine
         self.point = point
+        self.timed = timed
         self.seen = False
 
     def wait(self) -> None:
@@ -41,6 +43,8 @@ class RecordedEvent(Event):
 
     def since(self, earlier: Event) -> float:
         assert isinstance(earlier, RecordedEvent)
+        assert self.timed, "CUDA keeps the time of an event only if it was asked to"
+        assert earlier.timed
         assert self.point.work.done
         assert earlier.point.work.done
         return self.point.work.at - earlier.point.work.at
@@ -54,14 +58,21 @@ class RecordedStream(Stream):
         self.queue = queue
 
     def record(self, *, timed: bool = False) -> RecordedEvent:
-        return RecordedEvent(self.machine, self.machine.record(self.queue))
+        event = RecordedEvent(self.machine, self.machine.record(self.queue), timed=timed)
+        self.machine.note("record", event.point, self.queue)
+        return event
 
     def follow(self, event: Event) -> None:
         assert isinstance(event, RecordedEvent)
+        self.machine.note("follow", event.point, self.queue)
         self.machine.follow(self.queue, event.point)
 
     def issuing(self) -> AbstractContextManager[object]:
         return self.machine.issuing(self.queue)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        self.machine.note("hold", tensor.data_ptr(), self.queue)
+        self.machine.allocator.hold(tensor, self.queue)
 
 
 class RecordingDevice(Device):
@@ -77,6 +88,7 @@ class RecordingDevice(Device):
 
     def enter(self) -> None:
         self.machine.host().device = self.machine.index
+        self.machine.note("enter", None)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -97,6 +109,9 @@ class RecordingDevice(Device):
         assert isinstance(engine_stream, RecordedStream), engine_stream
         return engine_stream
 
+    def numa_node(self) -> int | None:
+        return self.machine.node
+
     def register(self, address: int, nbytes: int) -> None:
         with self.current():
             try:
@@ -104,36 +119,57 @@ class RecordingDevice(Device):
             except Exception:
                 self.machine.take_error()
                 raise
+        self.machine.note("register", address)
 
     def unregister(self, address: int) -> None:
+        self.machine.note("unregister", address)
         with self.current():
             self.machine.unregister(address)
             self.machine.take_error()
 
     def reaches(self, tensor: torch.Tensor) -> bool:
-        offset = int(tensor.storage_offset()) * tensor.itemsize
-        nbytes = int(tensor.untyped_storage().nbytes()) - offset
-        return self.machine.reaches(span(tensor.data_ptr(), nbytes))
+        # As CUDA's runtime: it looks at the first address only.
+        return self.machine.reaches(span(tensor.data_ptr(), 1))
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         import torch
 
-        self.machine.upload(array.nbytes)
-        return torch.from_numpy(array.copy())
+        self.machine.note("upload", array.nbytes)
+        allocator = self.machine.allocator
+        source = torch.from_numpy(array.copy())
+        memory = allocator.allocate(array.nbytes).view(source.dtype).view(source.shape)
+        target = allocator.alias(memory)
+
+        def run() -> None:
+            with torch.inference_mode():
+                target.copy_(source)
+
+        self.machine.upload(array.nbytes, run, tensor_spans(memory))
+        return memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         import torch
 
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        self.machine.keep(memory)
-        name = f"device memory that was allocated at {call_site()}"
-        self.machine.know_device(memory.data_ptr(), nbytes, name)
+        room = self.machine.room
+        if room is not None and sum(self.machine.allocated) + nbytes > room:
+            raise torch.OutOfMemoryError(f"no room for {nbytes} bytes on the recording device")
+        self.machine.allocated.append(nbytes)
+        memory = self.machine.allocator.allocate(nbytes)
         return memory if self.name.type == "cpu" else on_device(memory)
 
     def copy_batch(
         self, dst: Addresses, src: Addresses, sizes: Addresses, *, registered: bool = True
     ) -> None:
         dst, src, sizes = dst.copy(), src.copy(), sizes.copy()
+        self.machine.note("batch", sizes)
+        if registered:
+            for start in (dst, src):
+                pieces = np.stack([start, start + sizes], axis=1)
+                address = self.machine.spans_two_registrations(pieces)
+                if address is not None:
+                    self.machine.fault(
+                        "memory", f"a copy from {address:#x} on spans two registrations"
+                    )
 
         def run() -> None:
             for one in zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True):

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Device, Event
+from kvcore.memory.device_region import DeviceRegion
 from kvcore.testing.gpu.clocks import Clock
 from kvcore.testing.gpu.device import RecordedEvent
 from kvcore.testing.gpu.machine import Machine
@@ -80,12 +81,13 @@ class _Watched:
 class WatchedEngine(TransferEngine):
     """A transfer engine whose hand-overs order the machine's host threads.
 
-    ``arena`` is the arena that ops read tiers into and write them from; their accesses of it are
-    recorded.
+    ``arena`` is the arena that ops read tiers into and write them from, and ``region`` the staging
+    on the device that tiers are read into directly; their accesses of both are recorded.
     """
 
     machine: Machine
     arena: HostArena | None = None
+    region: DeviceRegion | None = None
 
     def __init__(self, executors: Mapping[Path, Executor], **limits: Any) -> None:
         self._submitted: dict[int, Clock] = {}
@@ -103,6 +105,9 @@ class WatchedEngine(TransferEngine):
             slots = [graph.host_slots[row] for row in rows]
             touched = arena_spans(self.arena, slots)
             self.machine.touch(f"the {op.path.value}", touched, writes=op.path.reads_tier)
+        if self.region is not None and op.path is Path.DISK2D:
+            touched = _places(self.region, [graph.staged[row] for row in rows])
+            self.machine.touch("the disk2d", touched, writes=True)
         others[op.op_id] = known = _Op(op)
         return known
 
@@ -144,6 +149,14 @@ class WatchedEngine(TransferEngine):
             for graph_id in list(self._known):
                 self._after(graph_id, _carrying(None))
         return idle
+
+    @property
+    def in_flight(self) -> int:
+        count = super().in_flight
+        if not count:
+            for graph_id in list(self._known):
+                self._after(graph_id, lambda op: True)
+        return count
 
     def poll(self) -> list[OpReport]:
         reports = super().poll()
@@ -209,6 +222,12 @@ def watched_streams(machine: Machine) -> type[WatchedStreams]:
 def watched_engine(machine: Machine) -> type[WatchedEngine]:
     """Return the class of engines that order the threads of ``machine``."""
     return type("WatchedEngine", (WatchedEngine,), {"machine": machine})
+
+
+def _places(region: DeviceRegion, places: list[int]) -> Spans:
+    """Return the bytes of some slots of a region."""
+    start, size = region.memory.address, region.slot_nbytes
+    return together(span(start + place * size, size) for place in places)
 
 
 def arena_spans(arena: HostArena, slots: list[int]) -> Spans:

@@ -18,17 +18,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvcore.errors import UnsupportedError
+from kvcore.memory.hugepages import PAGE
+from kvcore.testing.gpu.allocator import Allocator
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
 
-__all__ = ["Fault", "Machine", "Point", "StreamQueue", "Work"]
+__all__ = ["STEP_S", "Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
 
 _PATIENCE = 30
 """How often an event says that it has not passed, before what is queued before it runs."""
 
-_STEP_S = 1e-6
+STEP_S = 1e-6
 """Seconds that one piece of queued work takes, for events that are timed."""
 
 
@@ -47,15 +52,35 @@ class Fault:
         return f"{self.kind}: {self.message}"
 
 
+class Call(NamedTuple):
+    """A call of the device.
+
+    ``kind`` is one of "batch", "enter", "follow", "hold", "record", "register", "unregister",
+    "upload". ``what`` is the sizes of a batch, the point of an event, the bytes of an upload, or
+    an address. ``current`` is True if the thread had made this rank's device its current one.
+    """
+
+    kind: str
+    what: Any
+    stream: StreamQueue
+    thread: str
+    current: bool
+
+
 @dataclass(eq=False)
 class Work:
-    """A piece of queued work: a launch, or the point of an event if ``run`` does nothing."""
+    """A piece of queued work: a launch, or the point of an event if ``run`` does nothing.
+
+    ``error`` is what it, or work that it is ordered after, has raised.
+    """
 
     what: str
     run: Callable[[], None] | None
     needs: list[Work]
+    stream: StreamQueue
     done: bool = False
     at: float = 0.0
+    error: Exception | None = None
 
 
 class StreamQueue(Actor):
@@ -77,6 +102,7 @@ class _Host(Actor):
         self.error = ""
         self.doing: list[str] = []
         self.in_step = False
+        self.queues_torch = False
 
 
 @dataclass(eq=False)
@@ -94,10 +120,15 @@ class Machine:
 
     ``seed`` chooses among the legal orders. After each call, queued work runs with probability
     ``eager``; 0 runs nothing before something waits for it, None chooses by the seed.
-    ``lockable`` is how many bytes may be registered in all.
+    ``lockable`` is how many bytes may be registered in all, and ``room`` how many bytes of the
+    device's memory may be allocated; None is no limit. ``node`` is the device's NUMA node.
+    ``on_register`` is called before each registration, on its thread, with the number of those
+    that are held. It may block. All of these may be changed at any time.
 
     ``faults`` are those found so far. ``counts`` has the numbers of launches, host_waits, uploads,
     upload_nbytes and registrations, and ``by_op`` the same for each thing named with `doing`.
+    ``calls`` are the calls of the device in their order, ``allocated`` the sizes of all that was
+    allocated, and ``waited`` the names of the threads that have waited for the device.
     """
 
     def __init__(
@@ -110,20 +141,32 @@ class Machine:
     ) -> None:
         self.index = index
         self.memory = Memory()
+        self.allocator = Allocator(self)
         self.faults: list[Fault] = []
         self.counts: Counter[str] = Counter()
         self.by_op: dict[str, Counter[str]] = {}
         self.lock = threading.RLock()
         self._random = random.Random(seed)
         self._eager = self._random.choice([0.0, 0.2, 0.8]) if eager is None else eager
-        self._lockable = lockable
-        self._registered: dict[int, int] = {}
+        self.lockable = lockable
+        self.room: int | None = None
+        self.node: int | None = None
+        self.on_register: Callable[[int], None] = lambda count: None
+        self.calls: list[Call] = []
+        self.allocated: list[int] = []
+        self.waited: set[str] = set()
         self._queued: list[Work] = []
         self._kept: list[object] = []
+        self._runner: int | None = None
         self._time = 0.0
         self._threads = threading.local()
-        self._default = StreamQueue("the default stream")
-        self._streams: list[StreamQueue] = [self._default]
+        self.default = StreamQueue("the default stream")
+        self.streams: list[StreamQueue] = [self.default]
+
+    @property
+    def registered(self) -> dict[int, int]:
+        """The sizes of what is registered now by its address."""
+        return self.memory.registered
 
     # -- host threads -----------------------------------------------------------------------
 
@@ -181,11 +224,11 @@ class Machine:
         """Let a range be host memory that is tracked, registered or not."""
         with self.lock:
             where = place or (lambda offset: f"{name}, byte {offset}")
-            region = Region(name, address, address + nbytes, where, is_host=True, reached=False)
+            region = Region(name, address, address + nbytes, where, is_host=True)
             region.why = "it is not registered"
             old = self.memory.at(address)
             if old is not None and old.is_host and old.start == address:
-                region.reached, region.why, region.live = old.reached, old.why, old.live
+                region.why, region.live = old.why, old.live
             return self.memory.add(region)
 
     def keep(self, memory: object) -> None:
@@ -205,36 +248,40 @@ class Machine:
     def register(self, address: int, nbytes: int) -> None:
         """Register host memory. A failure leaves an error pending in the calling thread.
 
-        Raises UnsupportedError if more than ``lockable`` bytes would be registered.
+        Raises UnsupportedError if more than ``lockable`` bytes would be registered. Two
+        registrations that share a page are a fault.
         """
+        self.on_register(len(self.registered))
         with self.lock:
             self.needs_device("cudaHostRegister")
             self._count("registrations")
             if self.host().in_step:
                 self.fault("stall", f"{nbytes} bytes are registered in a step, at {call_site()}")
-            held = sum(self._registered.values())
-            if self._lockable is not None and held + nbytes > self._lockable:
+            held = sum(self.registered.values())
+            if self.lockable is not None and held + nbytes > self.lockable:
                 self.host().error = f"cudaHostRegister of {nbytes} bytes, at {call_site()}"
                 raise UnsupportedError(f"no room to lock {nbytes} bytes beside {held}")
-            self._registered[address] = nbytes
-            for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = True, ""
+            others = self.registered.items()
+            if address % PAGE or any(
+                at < address + nbytes and address < at + n for at, n in others
+            ):
+                self.fault("memory", f"two registrations may share a page, at {call_site()}")
+            self.registered[address] = nbytes
             if not self.memory.parts(span(address, nbytes)):
-                name = "registered host memory"
-                self.know_host(address, nbytes, name).reached = True
+                self.know_host(address, nbytes, "registered host memory")
 
     def unregister(self, address: int) -> None:
         """Undo `register`. No work may use the memory."""
         with self.lock:
             self.needs_device("cudaHostUnregister")
-            nbytes = self._registered.pop(address, None)
+            nbytes = self.registered.pop(address, None)
             if nbytes is None:
                 self.host().error = f"cudaHostUnregister of {address:#x}, at {call_site()}"
                 self.fault("memory", f"nothing is registered at {address:#x}: {call_site()}")
                 return
             self._expect_idle(span(address, nbytes), "unregistered")
             for region, _ in self.memory.parts(span(address, nbytes)):
-                region.reached, region.why = False, f"it was unregistered at {call_site()}"
+                region.why = f"it was unregistered at {call_site()}"
 
     def take_error(self) -> str:
         """Return and forget the calling thread's pending error, as cudaGetLastError does."""
@@ -246,22 +293,32 @@ class Machine:
         """Return True if the device can touch all of these bytes."""
         with self.lock:
             return self.memory.unknown(spans) is None and all(
-                region.reached for region, _ in self.memory.parts(spans)
+                self.memory.unreached(*part) is None for part in self.memory.parts(spans)
             )
+
+    def spans_two_registrations(self, spans: Spans) -> int | None:
+        """Return the start of a range of ``spans`` that lies in more than one registration."""
+        with self.lock:
+            starts = np.array(sorted(self.memory.registered), dtype=np.int64)
+            first, last = (
+                np.searchsorted(starts, at, side="right") for at in (spans[:, 0], spans[:, 1] - 1)
+            )
+            over = np.flatnonzero((first != last) & (first > 0))
+            return int(spans[over[0], 0]) if len(over) else None
 
     # -- streams ----------------------------------------------------------------------------
 
     def new_stream(self) -> StreamQueue:
         """Return a new stream."""
         with self.lock:
-            number = len(self._streams)
+            number = len(self.streams)
             made = StreamQueue(f"stream {number} of {self.host().name}")
-            self._streams.append(made)
+            self.streams.append(made)
             return made
 
     def current_stream(self) -> StreamQueue:
         """Return the stream that the calling thread issues to."""
-        return self.host().stream or self._default
+        return self.host().stream or self.default
 
     @contextmanager
     def issuing(self, stream: StreamQueue) -> Iterator[None]:
@@ -330,12 +387,18 @@ class Machine:
     # -- the host waits ---------------------------------------------------------------------
 
     def wait(self, point: Point) -> None:
-        """Run what is queued before an event, and order the calling thread after it."""
+        """Run what is queued before an event, and order the calling thread after it.
+
+        Raises RuntimeError if any of it failed.
+        """
         with self.lock:
             self.needs_device("a wait for an event")
             self._count("host_waits")
+            self.waited.add(threading.current_thread().name)
             self.force(point.work)
             self.host().learn(point.clock)
+            if point.work.error is not None:
+                raise RuntimeError("a kernel failed") from point.work.error
 
     def passed(self, point: Point) -> bool:
         """Return True if what was queued before an event has run.
@@ -355,8 +418,9 @@ class Machine:
         """Run all that is queued, and order the calling thread after it."""
         with self.lock:
             self._count("host_waits")
+            self.waited.add(threading.current_thread().name)
             self.finish()
-            for stream in self._streams:
+            for stream in self.streams:
                 self.host().learn(stream.clock)
 
     def force(self, work: Work) -> None:
@@ -412,12 +476,30 @@ class Machine:
                 f"{self.index}, on {host.name}, at {call_site()}",
             )
 
-    def upload(self, nbytes: int) -> None:
-        """Count a copy of a host array to the device."""
+    def note(self, kind: str, what: Any, stream: StreamQueue | None = None) -> None:
+        """Add to ``calls``. The calling thread's stream takes the place of None."""
+        host, stream = self.host(), stream or self.current_stream()
+        name = threading.current_thread().name
+        self.calls.append(Call(kind, what, stream, name, host.device == self.index))
+
+    def upload(self, nbytes: int, run: Callable[[], None], writes: Spans) -> None:
+        """Queue a copy of a host array to the device."""
         with self.lock:
             self.needs_device("an upload")
             self._count("uploads")
             self._count("upload_nbytes", nbytes)
+            stream = self.current_stream()
+            stream.learn(self.host().step())
+            self._touch(stream, stream.step(), "an upload", call_site(), writes, writes=True)
+            work = self._queue(stream, "an upload", run)
+            if not self.host().queues_torch:
+                self.force(work)  # what reads it is not queued either
+            self._drift()
+
+    @property
+    def runs_queued(self) -> bool:
+        """True if the calling thread is just running queued work."""
+        return self._runner == threading.get_ident()
 
     # -- under the lock ---------------------------------------------------------------------
 
@@ -428,7 +510,7 @@ class Machine:
 
     def _queue(self, stream: StreamQueue, what: str, run: Callable[[], None] | None) -> Work:
         needs = [*stream.awaited, *([stream.last] if stream.last is not None else [])]
-        work = Work(what, run, [one for one in needs if not one.done])
+        work = Work(what, run, needs, stream)
         stream.last, stream.awaited = work, []
         self._queued.append(work)
         return work
@@ -445,15 +527,21 @@ class Machine:
 
     def _run_one(self, among: list[Work]) -> None:
         ready = [one for one in among if all(need.done for need in one.needs)]
-        work = self._random.choice(ready)
+        self._run(self._random.choice(ready))
+
+    def _run(self, work: Work) -> None:
         self._queued.remove(work)
+        work.error = next((one.error for one in work.needs if one.error is not None), None)
+        self._runner = threading.get_ident()
         try:
             if work.run is not None:
                 work.run()
         except Exception as error:  # noqa: BLE001 - a kernel that fails must not stop the others
             self.fault("work", f"{work.what} failed: {error!r}")
+            work.error = error
         finally:
-            self._time += _STEP_S
+            self._runner = None
+            self._time += STEP_S
             work.done, work.at, work.run, work.needs = True, self._time, None, []
 
     def _drift(self) -> None:
@@ -479,11 +567,13 @@ class Machine:
     def _expect_reached(self, what: str, where: str, spans: Spans, pageable: bool) -> bool:
         before = len(self.faults)
         unknown = self.memory.unknown(spans)
-        if unknown is not None:
+        if unknown is not None and not pageable:
             self.fault("memory", f"{what} touches {unknown:#x}, which nothing made known: {where}")
-        for region, _ in self.memory.parts(spans):
-            if not (region.reached or (pageable and region.is_host)):
-                self.fault("memory", f"{what} touches {region.name}, but {region.why}: {where}")
+        for region, inside in self.memory.parts(spans):
+            address = self.memory.unreached(region, inside)
+            if address is not None and not (pageable and region.is_host):
+                place = region.place(address - region.start)
+                self.fault("memory", f"{what} touches {place}, but {region.why}: {where}")
         return len(self.faults) == before
 
     def _expect_idle(self, spans: Spans, done: str) -> None:

@@ -6,8 +6,10 @@ thing here, whatever view names them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,10 @@ import numpy.typing as npt
 from kvcore.memory.layout import KVView
 from kvcore.testing.gpu.clocks import Access, Clock
 
-__all__ = ["NOTHING", "Memory", "Region", "Spans", "span", "spans_of", "together"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["NOTHING", "Memory", "Region", "Spans", "span", "spans_of", "tensor_spans", "together"]
 
 Spans = npt.NDArray[np.int64]
 """Byte ranges [n, 2], half-open, ascending, that neither overlap nor touch."""
@@ -33,6 +38,8 @@ def together(parts: Iterable[Spans]) -> Spans:
     every = [part for part in parts if len(part)]
     if not every:
         return NOTHING
+    if len(every) == len(every[0]) == 1:
+        return every[0]
     spans = np.concatenate(every)
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     reach = np.maximum.accumulate(spans[:, 1])
@@ -45,6 +52,9 @@ def common(a: Spans, b: Spans) -> int | None:
     """Return the first address in both, or None."""
     if not len(a) or not len(b):
         return None
+    if len(a) == len(b) == 1:
+        (start, stop), (first, last) = a[0].tolist(), b[0].tolist()
+        return max(start, first) if start < last and first < stop else None
     at = np.searchsorted(b[:, 1], a[:, 0], side="right")
     inside = at < len(b)
     hit = np.zeros(len(a), dtype=bool)
@@ -57,12 +67,24 @@ def common(a: Spans, b: Spans) -> int | None:
 
 def within(a: Spans, b: Spans) -> bool:
     """Return True if all of ``a`` is in ``b``."""
+    return outside(a, b) is None
+
+
+def outside(a: Spans, b: Spans) -> int | None:
+    """Return the first address of the first range of ``a`` that is not all in ``b``, or None."""
     if not len(a):
-        return True
+        return None
     if not len(b):
-        return False
+        return int(a[0, 0])
+    if len(a) == len(b) == 1:
+        (start, stop), (first, last) = a[0].tolist(), b[0].tolist()
+        return None if first <= start and stop <= last else start if start < first else last
     at = np.searchsorted(b[:, 0], a[:, 0], side="right") - 1
-    return bool((at >= 0).all() and (a[:, 1] <= b[at, 1]).all())
+    bad = (at < 0) | (a[:, 1] > b[at, 1])
+    if not bad.any():
+        return None
+    i = int(np.argmax(bad))
+    return int(a[i, 0] if at[i] < 0 else max(a[i, 0], b[at[i], 1]))
 
 
 def spans_of(
@@ -92,12 +114,30 @@ def spans_of(
     return together(parts)
 
 
+def tensor_spans(tensor: torch.Tensor) -> Spans:
+    """Return the bytes of a tensor, which may be a view with any strides that are not negative."""
+    if not tensor.numel():
+        return NOTHING
+    if tensor.is_contiguous():
+        return span(tensor.data_ptr(), tensor.nbytes)
+    run, starts = tensor.itemsize, np.array([tensor.data_ptr()], dtype=np.int64)
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.itemsize
+        if size == 1 or not step:
+            continue
+        if step <= run and len(starts) == 1:
+            run += step * (size - 1)
+        else:
+            starts = (starts[:, None] + np.arange(size, dtype=np.int64) * step).ravel()
+    return together([np.stack([starts, starts + run], axis=1)])
+
+
 @dataclass(eq=False)
 class Region:
     """A range of memory with a name. ``place`` names an offset in it, for messages.
 
-    ``reached`` is False while the device cannot touch it: host memory that is not registered, or
-    device memory that is unmapped.
+    ``reached`` is False while device memory is unmapped. The device reaches host memory where it
+    is registered (`Memory.registered`); ``why`` says why it does not.
     """
 
     name: str
@@ -120,27 +160,40 @@ class Conflict:
 
 
 class Memory:
-    """All known regions. Not thread-safe."""
+    """All known regions, and the ranges of host memory that are registered. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.regions: list[Region] = []
+        self.registered: dict[int, int] = {}
+        self._regions: list[Region] = []
+        self._starts: list[int] = []
+        self._known: Spans | None = None
 
     def add(self, region: Region) -> Region:
         """Know a region from now on. It replaces those that it overlaps."""
-        self.regions = [
-            one for one in self.regions if one.stop <= region.start or one.start >= region.stop
+        kept = [
+            one for one in self._regions if one.stop <= region.start or one.start >= region.stop
         ]
-        self.regions.append(region)
+        self._regions = sorted([*kept, region], key=lambda one: one.start)
+        self._starts = [one.start for one in self._regions]
+        self._known = None
         return region
 
     def at(self, address: int) -> Region | None:
         """Return the region of an address."""
-        return next((one for one in self.regions if one.start <= address < one.stop), None)
+        i = bisect_right(self._starts, address) - 1
+        return self._regions[i] if i >= 0 and address < self._regions[i].stop else None
 
     def parts(self, spans: Spans) -> list[tuple[Region, Spans]]:
         """Return the parts of ``spans`` by region."""
         found = []
-        for region in self.regions:
+        if not len(spans):
+            return []
+        if len(spans) == 1:
+            region = self.at(int(spans[0, 0]))
+            if region is not None and spans[0, 1] <= region.stop:
+                return [(region, spans)]
+        first = max(bisect_right(self._starts, int(spans[0, 0])) - 1, 0)
+        for region in self._regions[first : bisect_right(self._starts, int(spans[-1, 1]) - 1)]:
             inside = spans[(spans[:, 1] > region.start) & (spans[:, 0] < region.stop)]
             if len(inside):
                 clipped = np.clip(inside, region.start, region.stop)
@@ -149,11 +202,19 @@ class Memory:
 
     def unknown(self, spans: Spans) -> int | None:
         """Return an address of ``spans`` in no region, or None."""
-        known = together(span(one.start, one.stop - one.start) for one in self.regions)
-        for one in spans:
-            if not within(one[None], known):
-                return int(one[0])
-        return None
+        if len(spans) == 1:
+            region = self.at(int(spans[0, 0]))
+            if region is not None and spans[0, 1] <= region.stop:
+                return None
+        if self._known is None:
+            self._known = together(span(one.start, one.stop - one.start) for one in self._regions)
+        return outside(spans, self._known)
+
+    def unreached(self, region: Region, spans: Spans) -> int | None:
+        """Return an address of ``spans``, all in ``region``, that the device cannot touch."""
+        if not region.is_host:
+            return None if region.reached else int(spans[0, 0])
+        return outside(spans, together(span(*one) for one in self.registered.items()))
 
     def touch(self, access: Access, clock: Clock) -> list[Conflict]:
         """Record an access, and return the conflicts with earlier ones, at most one a region."""

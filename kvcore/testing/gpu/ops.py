@@ -44,7 +44,7 @@ class RecordingOps(DeviceOps):
     ) -> None:
         wanted = (src_units >= 0) & (dst_units >= 0)
         a, b, chosen = src_units[wanted].copy(), dst_units[wanted].copy(), list(layers)
-        src, dst = _plain(src), _plain(dst)
+        src, dst = self._queued(src), self._queued(dst)
         taken = range(heads.src, heads.src + heads.size)
         given = range(heads.dst, heads.dst + heads.size)
         self.machine.launch(
@@ -56,7 +56,7 @@ class RecordingOps(DeviceOps):
 
     def sums(self, data: torch.Tensor, offsets: Sequence[int], nbytes: int) -> list[int]:
         found: list[int] = []
-        data = plain(data)
+        data = self.machine.allocator.alias(plain(data))
         address = data.data_ptr()
         work = self.machine.launch(
             "sums",
@@ -67,6 +67,10 @@ class RecordingOps(DeviceOps):
         self.machine.wait(self.machine.record(stream))
         assert work.done
         return found
+
+    def _queued(self, view: KVView) -> KVView:
+        alias = self.machine.allocator.alias
+        return KVView(view.layout, [alias(plain(tensor)) for tensor in view.tensors])
 
 
 def _plain(view: KVView) -> KVView:

@@ -6,7 +6,9 @@ page can tell whether the right KV is in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +21,12 @@ from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
-from kvcore.testing.gpu.device import on_device
+from kvcore.testing.gpu.device import on_device, plain
 from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import NOTHING, Region, Spans, spans_of
 from kvcore.testing.gpu.ops import RecordingOps
-from kvcore.tiers.base import BlockRead
+from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer.graph import UnitTable
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
@@ -47,9 +49,10 @@ class _Shelf(MemoryTier):
 class GpuRank:
     """A rank with pages and an arena of ``slots`` blocks, made inside `installed`.
 
-    ``ops`` copies between them; its launches must be those of the machine.
-    A page holds one block of ``shape``; each layer's pages are one tensor. ``tier`` is the name of
-    a tier in memory with as many slots.
+    ``ops`` copies between them; its launches must be those of the machine. A page holds one block
+    of ``shape``; each layer's pages are one tensor. ``tier`` is the name of a tier with as many
+    slots: ``shelf`` makes it for slots of so many bytes, in memory if it is None. ``device`` is
+    where the pages are said to be; code that makes torch's tensors there needs a CPU.
     """
 
     tier = "disk"
@@ -64,6 +67,8 @@ class GpuRank:
         arrangement: Arrangement = Arrangement.BLOCKWISE,
         limits: WorkerLimits | None = None,
         ops: DeviceOps | None = None,
+        device: torch.device = GPU,
+        shelf: Callable[[int], Tier] | None = None,
     ) -> None:
         self.machine = machine
         self.shape = shape
@@ -74,21 +79,28 @@ class GpuRank:
         self.caches = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
         self.view = KVView(from_strides(self.caches, shape), self.caches)
         self.regions = [self._know(layer, cache) for layer, cache in enumerate(self.caches)]
-        self._make_arena(slots, arrangement)
-        view = KVView(self.view.layout, [on_device(cache) for cache in self.caches])
+        self.arena = self._make_arena(slots, arrangement)
+        named = on_device if device.type == GPU.type else plain
+        view = KVView(self.view.layout, [named(cache) for cache in self.caches])
         flat = KVView(self.arena.layout(), [self.arena.tensor()])
         self._flat = flat
-        self.worker = KVWorker(
+        self.worker = self._make_worker(
             arena=self.arena,
             arena_view=flat,
             ops=ops or RecordingOps(machine),
-            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=GPU),
+            pages=EnginePages([DeviceGroup(tuple(range(shape.layers)), view)], device=device),
             limits=limits or WorkerLimits(),
         )
-        self.worker.open_tier(self.tier, _Shelf(slots, self.arena.slot_nbytes))
+        make = shelf or partial(_Shelf, slots)
+        self.worker.open_tier(self.tier, make(self.arena.slot_nbytes))
         assert isinstance(self.worker.engine, WatchedEngine)
         self.worker.engine.arena = self.arena
+        staging = self.worker._staging
+        self.worker.engine.region = None if staging is None else staging.region
         self.parts = RankParts(self.worker, Metrics(), refuse_tier)
+
+    def _make_worker(self, **parts: Any) -> KVWorker:
+        return KVWorker(**parts)
 
     def _know(self, layer: int, cache: torch.Tensor) -> Region:
         size = cache[0].nbytes
@@ -98,23 +110,28 @@ class GpuRank:
 
         return self.machine.know_device(cache.data_ptr(), cache.nbytes, f"layer {layer}", place)
 
-    def _make_arena(self, slots: int, arrangement: Arrangement) -> None:
-        self.arena = HostArena(
+    def _make_arena(self, slots: int, arrangement: Arrangement) -> HostArena:
+        arena = HostArena(
             self.shape,
             slots,
             arrangement=arrangement,
             huge_pages=False,
             pin=device_of(torch.device("cpu")),
         )
-        size, layer = self.arena.slot_nbytes, self.shape.layer_nbytes
+        self.know_arena(arena)
+        return arena
+
+    def know_arena(self, arena: HostArena) -> None:
+        """Let the machine follow the accesses of an arena."""
+        size, layer = arena.slot_nbytes, self.shape.layer_nbytes
 
         def place(offset: int) -> str:
-            if arrangement is Arrangement.BLOCKWISE:
+            if arena.arrangement is Arrangement.BLOCKWISE:
                 return f"slot {offset // size} of the arena"
-            return f"slot {offset // layer % slots} of the arena"
+            return f"slot {offset // layer % arena.num_slots} of the arena"
 
-        address = self.arena.tensor().data_ptr()
-        self.machine.know_host(address, self.arena.nbytes, "the arena", place)
+        address = arena.tensor().data_ptr()
+        self.machine.know_host(address, arena.nbytes, "the arena", place)
 
     def units(self, pages: Sequence[int]) -> tuple[UnitTable, ...]:
         """Return the unit tables of a graph whose rows are in these pages."""
@@ -185,7 +202,7 @@ class GpuRank:
 
     def expect_slot(self, slot: int, block: int) -> None:
         """Read a slot of the arena on this thread: it must hold a block."""
-        self.machine.touch("a check", arena_spans(self.arena, [slot]), writes=False)
+        self.machine.touch("a check", arena_spans(self.worker.arena, [slot]), writes=False)
         caches = [torch.zeros_like(cache[:1]) for cache in self.caches]
         alone = KVView(from_strides(caches, self.shape), caches)
         ReferenceOps().copy_blocks(self._flat, np.array([slot]), alone, np.array([0]))

@@ -37,11 +37,12 @@ from kvcore.worker import WorkerLimits
 from kvcore.worker.streams import CopyStreams
 from support.orders.books import NAMESPACE, Books, Step
 from support.orders.failing import fail_first_attempts
+from support.orders.finding import find_fault
 from support.orders.sglang import SglangScheduler
 from support.orders.trtllm import TrtllmExecutor
 from support.orders.vllm import VllmRunner
 
-STEPS, SEEDS = 20, 8
+STEPS = 20
 
 
 def found(
@@ -51,23 +52,17 @@ def found(
     limits: WorkerLimits | None = None,
     make_ops: Callable[[Machine], DeviceOps] = RecordingOps,
 ) -> str:
-    """Run with one seed after the other; return the first fault of a kind that has these words."""
-    kinds, seen = (kind,) if isinstance(kind, str) else kind, set()
-    for seed in range(SEEDS):
-        with installed(Machine(seed, index=1)) as machine:
-            rank = GpuRank(machine, limits=limits, ops=make_ops(machine))
-            try:
-                run(machine, rank, seed)
-            except AssertionError:
-                pass  # wrong bytes have been noticed, or the end has
-            finally:
-                machine.finish()
-                rank.worker.close(timeout=5)
-            for fault in machine.faults:
-                seen.add(fault.kind)
-                if fault.kind in kinds and all(word in fault.message for word in words):
-                    return fault.message
-    raise AssertionError(f"nothing of kind {kind!r} with {words} was found, but {seen}")
+    """Run a rank with one seed after the other; see `find_fault`."""
+
+    def trial(machine: Machine, seed: int) -> None:
+        rank = GpuRank(machine, limits=limits, ops=make_ops(machine))
+        try:
+            run(machine, rank, seed)
+        finally:
+            machine.finish()
+            rank.worker.close(timeout=5)
+
+    return find_fault(trial, kind, *words)
 
 
 def in_copy_thread() -> bool:

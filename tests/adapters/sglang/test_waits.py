@@ -9,43 +9,42 @@ from typing import Any
 import pytest
 
 from kvcore.connector.worker import ATTEMPTS
+from kvcore.testing.gpu.device import RecordedStream
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
 from kvcore_sglang.worker import WorkerConnector
-from support.manual_device import ManualStream
-from support.manual_worker import SHAPE, ManualRig
+from support.manual_worker import SHAPE, ManualRig, manual_rig
 
 
 @pytest.fixture
 def rig() -> Iterator[ManualRig]:
-    made = ManualRig()
-    yield made
-    made.close()
+    with manual_rig() as made:
+        yield made
 
 
 @pytest.fixture
-def forward(rig: ManualRig) -> ManualStream:
+def forward(rig: ManualRig) -> RecordedStream:
     """The stream that forwards run on; the scheduler's thread has the device's first stream."""
     return rig.device.stream()
 
 
 def test_a_save_reads_what_the_forward_stream_was_given(
-    rig: ManualRig, forward: ManualStream
+    rig: ManualRig, forward: RecordedStream
 ) -> None:
     worker = WorkerConnector(rig.parts, forward)
-    forward.launch(lambda: rig.write(1, 5.0))
+    rig.compute(lambda: rig.write(1, 5.0), forward)
     graph = rig.save(1, page=1, slot=3)
     worker.carry_out(Order(graphs=[graph]))
     rig.until_issued(graph)
-    rig.device.run(rig.device.compute, *rig.others(forward))
+    rig.run(rig.stream, *rig.others(forward))
     assert rig.kept(3) == {1.0}, "it was read before the forward"
     rig.end()
     assert rig.kept(3) == {5.0}
 
 
 def test_a_forward_waits_for_its_loads_on_its_own_stream(
-    rig: ManualRig, forward: ManualStream
+    rig: ManualRig, forward: RecordedStream
 ) -> None:
     """Also if it asks for the last layer only, as the replay of a full graph does."""
     worker = WorkerConnector(rig.parts, forward)
@@ -54,16 +53,16 @@ def test_a_forward_waits_for_its_loads_on_its_own_stream(
     seen: list[set[float]] = []
     with forward.issuing():
         gate.wait_until(gate.num_layers - 1)
-        forward.launch(lambda: seen.append(rig.read(2)))
+        rig.compute(lambda: seen.append(rig.read(2)), forward)
     assert not rig.host_waited
-    with rig.device.working():
+    with rig.machine.working():
         assert gate.finish(1)
-    rig.device.run()
+    rig.run()
     assert seen == [{1.0}]
 
 
 def test_every_attempt_waits_for_the_same(
-    rig: ManualRig, forward: ManualStream, monkeypatch: pytest.MonkeyPatch
+    rig: ManualRig, forward: RecordedStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that polls may submit the next one; its current stream knows of no forward."""
     worker = WorkerConnector(rig.parts, forward)
@@ -76,7 +75,7 @@ def test_every_attempt_waits_for_the_same(
 
     monkeypatch.setattr(rig.worker, "submit", note)
     rig.ops.refuse = ATTEMPTS - 1
-    with rig.device.working(), ThreadPoolExecutor(1) as pool:
+    with rig.machine.working(), ThreadPoolExecutor(1) as pool:
         worker.start_loads([rig.load(1, page=2, slot=0, by_layer=False)])
 
         def finish() -> bool:

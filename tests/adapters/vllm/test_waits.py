@@ -15,14 +15,13 @@ from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore.transfer.graph import RowError
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
-from support.manual_worker import SHAPE, ManualRig
+from support.manual_worker import SHAPE, ManualRig, manual_rig
 
 
 @pytest.fixture
 def rig() -> Iterator[ManualRig]:
-    made = ManualRig()
-    yield made
-    made.close()
+    with manual_rig() as made:
+        yield made
 
 
 @pytest.fixture
@@ -67,7 +66,6 @@ def test_steps_are_launched_ahead_of_their_loads_and_saves(
     assert not rig.host_waited
     assert not seen
     rig.end()
-    rig.device.run()
     assert (seen, rig.kept(5), rig.kept(6)) == ([{4.0}], {3.0}, {4.0})
 
 
@@ -95,7 +93,7 @@ def test_a_load_that_cannot_be_issued_is_told_in_its_step(
 ) -> None:
     rig.ops.refuse = 1
     plan = StepPlan(sync_loads=[rig.load(1, page=4, slot=0)], late_saves=[rig.save(2, 4, 3)])
-    with rig.device.working():
+    with rig.machine.working():
         _, bad = step(worker, plan, rig, layerwise=layerwise)
     assert bad == {4}
     rig.end()
@@ -109,7 +107,7 @@ def test_sleep_waits_for_every_copy(worker: WorkerConnector, rig: ManualRig) -> 
     saves = [rig.save(i, page=i, slot=i) for i in range(1, SAVES_ISSUED + 3)]
     worker.begin(StepPlan(early_saves=saves, async_loads=[("r", rig.load(9, 0, 0))]))
     assert not worker.quiesce(0.05)
-    with rig.device.working():
+    with rig.machine.working():
         assert worker.quiesce(20.0)
     assert rig.worker.engine.in_flight == 0
     assert worker.finished_loads() == ({"r"}, set())

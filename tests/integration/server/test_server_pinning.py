@@ -1,6 +1,6 @@
 """Pinning a server's memory takes seconds: no step of an engine waits for it.
 
-The driver of a GPU is played (`support.pinning`). It registers memory when the test lets it.
+The recording device registers memory when the test lets it.
 """
 
 import threading
@@ -15,10 +15,11 @@ from kvcore.memory import pinned
 from kvcore.server import client as client_module
 from kvcore.server import worker as worker_module
 from kvcore.server.worker import ServedWorker
+from kvcore.testing.gpu import Machine, installed
+from kvcore.testing.gpu.machine import Call
 from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import RowError
 from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
-from support.pinning import Driver, gpu_in_place_of_the_cpu, refusing
 
 Start = Callable[[Config], RunningServer]
 PROMPT = words(1, 100)
@@ -33,18 +34,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
-    with gpu_in_place_of_the_cpu() as driver:
-        yield driver
-        driver.on_register = lambda count: None
+def machine() -> Iterator[Machine]:
+    """The rank of GPU 1: a thread that does not say so has GPU 0 as its current device."""
+    with installed(Machine(index=1, eager=1.0)) as machine:
+        yield machine
+        machine.on_register = lambda count: None
+    machine.check()
 
 
 class Gate:
     """Holds each registration, by the thread that makes it, until `open` is called."""
 
-    def __init__(self, driver: Driver, after: int = 0) -> None:
+    def __init__(self, machine: Machine, after: int = 0) -> None:
         self._open, self.waiting = threading.Event(), threading.Event()
-        driver.on_register = lambda count: self._pass() if count >= after else None
+        machine.on_register = lambda count: self._pass() if count >= after else None
 
     def _pass(self) -> None:
         self.waiting.set()
@@ -52,6 +55,16 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+def registrations(machine: Machine) -> list[Call]:
+    """Return the calls that register memory or end that."""
+    return [call for call in machine.calls if call.kind in ("register", "unregister")]
+
+
+def locked(machine: Machine) -> int:
+    """Return the bytes that are registered now."""
+    return sum(machine.registered.values())
 
 
 def worker_of(engine: Any) -> ServedWorker:
@@ -86,11 +99,11 @@ def serve_until_reused(engine: Any, plain: Any, tokens: int = 96) -> None:
 
 
 def test_graphs_are_refused_and_nobody_waits_while_memory_is_pinned(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine
 ) -> None:
     config = settings(folder)
     start(config)
-    gate = Gate(driver, after=1)  # the first of four chunks is there, and then it takes its time
+    gate = Gate(machine, after=1)  # the first of four chunks is there, and then it takes its time
     serving = engine(config, prefix_cache=False)
     refusals = noting_refusals(worker_of(serving))
     assert gate.waiting.wait(PATIENCE_S), "it begins before any graph"
@@ -102,17 +115,17 @@ def test_graphs_are_refused_and_nobody_waits_while_memory_is_pinned(
     gate.open()
     serve_until_reused(serving, plain)
     assert worker_of(serving).arena.pinned
-    assert driver.nbytes == worker_of(serving).arena.nbytes
-    assert driver.threads == {"kvcore-tender"}
+    assert locked(machine) == worker_of(serving).arena.nbytes
+    assert {call.thread for call in registrations(machine)} == {"kvcore-tender"}
 
 
 def test_the_leader_does_not_flood_workers_that_are_not_ready(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver, monkeypatch: Any
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(client_module, "NOT_READY_S", 1e9)
     config = settings(folder)
     start(config)
-    gate = Gate(driver)
+    gate = Gate(machine)
     serving = engine(config, prefix_cache=False)
     refusals = noting_refusals(worker_of(serving))
     for seed in range(3):
@@ -123,27 +136,27 @@ def test_the_leader_does_not_flood_workers_that_are_not_ready(
 
 
 def test_memory_that_is_not_pinned_serves_all_the_same(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver, caplog: Any
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine, caplog: Any
 ) -> None:
-    driver.on_register = refusing(2)
+    machine.lockable = 2 * CHUNK
     config = settings(folder)
     start(config)
     serving = engine(config, prefix_cache=False)
     serve_until_reused(serving, plain)
-    assert not driver.held
+    assert not machine.registered
     assert not worker_of(serving).arena.pinned
     assert caplog.text.count("is not pinned") == 1
 
 
 def test_a_server_that_comes_back_is_pinned_beside_the_steps(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine
 ) -> None:
     config = settings(folder)
     server = start(config)
     serving = engine(config, prefix_cache=False)
     serve_until_reused(serving, plain)
     until(lambda: server.idle)
-    gate = Gate(driver)
+    gate = Gate(machine)
     server.close()
     start(config)
     manager = serving.leader.manager
@@ -157,31 +170,31 @@ def test_a_server_that_comes_back_is_pinned_beside_the_steps(
     assert all(why == {RowError.NOT_READY} for why in refusals)
     gate.open()
     serve_until_reused(serving, plain)
-    until(lambda: driver.nbytes == worker_of(serving).arena.nbytes)  # the old memory is released
+    until(lambda: locked(machine) == worker_of(serving).arena.nbytes)  # the old memory is released
 
 
 def test_a_new_session_of_the_same_server_needs_no_pinning(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine
 ) -> None:
     config = settings(folder)
     start(config)
     serving = engine(config, prefix_cache=False)
     serve_until_reused(serving, plain)
-    count, keeper = len(driver.calls), serving.leader.manager.keeper
+    count, keeper = len(registrations(machine)), serving.leader.manager.keeper
     before = worker_of(serving)._session
     keeper._leave()
     until(lambda: keeper.member is not None and keeper.member.number != before)
     assert serve(serving, PROMPT) == (plain(PROMPT), {"host": 96}), "at once"
     assert worker_of(serving)._session not in (0, before)
-    assert len(driver.calls) == count
+    assert len(registrations(machine)) == count
 
 
 def test_a_worker_that_closes_stops_pinning_and_leaves_nothing(
-    start: Start, engine: Any, folder: Path, driver: Driver
+    start: Start, engine: Any, folder: Path, machine: Machine
 ) -> None:
     config = settings(folder)
     start(config)
-    gate = Gate(driver, after=2)
+    gate = Gate(machine, after=2)
     serving = engine(config)
     worker = worker_of(serving)
     assert gate.waiting.wait(PATIENCE_S)
@@ -191,26 +204,27 @@ def test_a_worker_that_closes_stops_pinning_and_leaves_nothing(
     gate.open()
     closing.join(PATIENCE_S)
     assert not closing.is_alive()
-    assert not driver.held
-    assert driver.most_nbytes < 4 * CHUNK, "it stopped before the end"
+    assert not machine.registered
+    assert len(registrations(machine)) < 2 * 4, "it stopped before the end, and undid it all"
 
 
 def test_whoever_registers_has_the_device_for_its_current_one(
-    start: Start, engine: Any, plain: Any, folder: Path, driver: Driver
+    start: Start, engine: Any, plain: Any, folder: Path, machine: Machine
 ) -> None:
     config = settings(folder)
     start(config)
     serving = engine(config, prefix_cache=False)
     serve_until_reused(serving, plain)
-    assert "kvcore-tender" in driver.entered
+    entered = {call.thread for call in machine.calls if call.kind == "enter"}
+    assert "kvcore-tender" in entered
     worker_of(serving).close()
-    assert {what for what, _, _ in driver.calls} == {"register", "unregister"}
-    assert all(current for _, _, current in driver.calls)
-    assert not driver.held
+    assert {call.kind for call in registrations(machine)} == {"register", "unregister"}
+    assert all(call.current for call in registrations(machine))
+    assert not machine.registered
 
 
 def test_no_rank_waits_for_a_read_that_another_has_refused(
-    start: Start, engine: Any, plain: Any, folder: Path, tmp_path: Path, driver: Driver
+    start: Start, engine: Any, plain: Any, folder: Path, tmp_path: Path, machine: Machine
 ) -> None:
     """One rank has its memory pinned, the other has not."""
     disk = {"path": str(tmp_path / "disk"), "capacity": "1MiB"}
@@ -233,7 +247,7 @@ def test_no_rank_waits_for_a_read_that_another_has_refused(
         if first and first[0] != me and me not in others:
             assert opened.wait(PATIENCE_S), "the test has ended"
 
-    driver.on_register = only_one
+    machine.on_register = only_one
     serving = engine(config, ranks=2, prefix_cache=False)
     ready, late = (one.worker for one in serving.workers)
     refusals = noting_refusals(ready), noting_refusals(late)

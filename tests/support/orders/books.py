@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.testing.gpu import GpuRank
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_spill, layer_steps
@@ -35,14 +36,20 @@ class Request:
 
 @dataclass
 class Step:
-    """What happens in one step. ``reads`` and ``writes`` are the forward's: blocks by page."""
+    """What happens in one step. ``reads`` and ``writes`` are the forward's: blocks by page.
+
+    The blends of the requests in ``failing`` fail.
+    """
 
     fence: list[int] = field(default_factory=list)
     early_saves: list[TransferGraph] = field(default_factory=list)
     late_saves: list[TransferGraph] = field(default_factory=list)
     sync_loads: list[TransferGraph] = field(default_factory=list)
     async_loads: list[tuple[str, TransferGraph]] = field(default_factory=list)
+    blend_loads: list[tuple[str, TransferGraph]] = field(default_factory=list)
     spills: list[TransferGraph] = field(default_factory=list)
+    blends: list[BlendOrder] = field(default_factory=list)
+    failing: set[str] = field(default_factory=set)
     reads: dict[int, int] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)
     given: set[int] = field(default_factory=set)
@@ -135,7 +142,7 @@ class Books:
         yield from step.early_saves
         yield from step.late_saves
         yield from step.sync_loads
-        yield from (graph for _, graph in step.async_loads)
+        yield from (graph for _, graph in (*step.async_loads, *step.blend_loads))
         yield from step.spills
 
     def _go_on(self, request: Request, step: Step) -> None:
@@ -331,8 +338,8 @@ class Books:
                 self.published[block] = slot
         self.stored.update(flight.stores)
 
-    def arrived(self, names: Iterable[str]) -> None:
-        """Let the requests go on whose loads have ended."""
+    def arrived(self, names: Iterable[str], failed: Iterable[str] = ()) -> None:
+        """Let the requests go on whose loads or blends have ended; a ``failed`` one cannot."""
         for request in self.requests:
             if request.name in names:
                 request.parked = False

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvcore.connector.forward_timer import ForwardTimer
-from kvcore.connector.fusion_worker import RefusingFusionWorker
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.memory.device import Event, device_of
 from kvcore.testing.gpu import GpuRank
 from kvcore.testing.gpu.device import RecordedEvent
@@ -35,15 +35,23 @@ class VllmRunner:
     """A model runner of vLLM on a rank. ``runner`` is 1 or 2.
 
     ``full`` is True with full CUDA graphs. ``depth`` is the number of steps that are launched
-    before the output of the first one is looked at.
+    before the output of the first one is looked at. ``blends`` makes the steps' blends.
     """
 
-    def __init__(self, rank: GpuRank, *, runner: int = 1, full: bool = False, depth: int = 1):
+    def __init__(
+        self,
+        rank: GpuRank,
+        *,
+        runner: int = 1,
+        full: bool = False,
+        depth: int = 1,
+        blends: FusionWorker | None = None,
+    ) -> None:
         self.rank = rank
         self._runner, self._full, self._depth = runner, full, depth
         self.connector = WorkerConnector(
             rank.parts,
-            RefusingFusionWorker(rank.shape.block_tokens),
+            blends or RefusingFusionWorker(rank.shape.block_tokens),
             layer_of={f"layer {layer}": layer for layer in range(rank.shape.layers)},
             page_tokens=(rank.shape.block_tokens,),
             clock=ForwardTimer(device_of(None)),
@@ -55,7 +63,7 @@ class VllmRunner:
         self._outputs: deque[Event] = deque()
 
     def step(self, step: Step) -> tuple[set[str], list[OpReport]]:
-        """Run a step; return the requests whose loads have ended, and the reports."""
+        """Run a step; return the requests whose loads or blends have ended, and the reports."""
         self._number += 1
         plan = StepPlan(
             fence=step.fence,
@@ -63,7 +71,9 @@ class VllmRunner:
             async_loads=step.async_loads,
             early_saves=step.early_saves,
             late_saves=step.late_saves,
+            blend_loads=step.blend_loads,
             spills=step.spills,
+            blends=step.blends,
             empty_step=step.empty,
             number=self._number,
             timed=self._number,
@@ -87,7 +97,7 @@ class VllmRunner:
                 worker.start((), layerwise=not self._full)
             worker.end_forward()
             finished, failed = worker.finished_loads()
-            assert not failed
+            assert failed == step.failing
             assert not worker.take_bad_pages()
             report = worker.take_report()
             self._outputs.append(self.rank.output())
@@ -119,16 +129,21 @@ class VllmRunner:
             assert isinstance(output, RecordedEvent)
             self.rank.machine.force(output.point.work)
 
-    def run(self, books: Books, steps: int) -> None:
-        """Run random steps, then end what is in flight, and check what was saved."""
+    def drive(self, books: Books, steps: int) -> None:
+        """Run random steps, then end what is in flight."""
         for number in range(steps + 400):
             drain = number >= steps
             if drain and books.idle:
                 break
-            finished, reports = self.step(books.plan(drain=drain))
+            step = books.plan(drain=drain)
+            finished, reports = self.step(step)
             books.take(reports)
-            books.arrived(finished)
+            books.arrived(finished, step.failing)
         assert books.idle
+
+    def run(self, books: Books, steps: int) -> None:
+        """Run random steps, then check what was saved, and what the machine saw."""
+        self.drive(books, steps)
         books.check()
         self.worker.close()
         self.rank.machine.check()

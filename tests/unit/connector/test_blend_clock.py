@@ -6,33 +6,36 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from kvcore.connector.blend_clock import BlendClock
-from support.manual_device import ManualDevice
+from kvcore.testing.gpu import ManualMachine, RecordingDevice
+from kvcore.testing.gpu.machine import STEP_S
 
 
 def test_the_time_is_the_devices_and_leaves_out_waits() -> None:
     """The device's clock makes one step for each piece of work, records included."""
-    device = ManualDevice()
-    clock = BlendClock(device)
+    machine = ManualMachine()
+    clock = BlendClock(RecordingDevice(machine, torch.device("cpu")))
     for _ in range(5):
-        device.compute.launch(lambda: None)
+        machine.launch("work", lambda: None)
     with clock.waiting():
         for _ in range(100):
-            device.compute.launch(lambda: None)
-    device.compute.launch(lambda: None)
+            machine.launch("work", lambda: None)
+    machine.launch("work", lambda: None)
     assert clock.seconds() is None, "it has not been stopped"
     clock.stop()
     assert clock.seconds() is None, "the device has not come to the end"
-    assert not device.host_waits
-    device.run()
+    assert not machine.waited
+    machine.run()
     records = 2  # the one that begins the wait, and the one that ends the blend
-    assert clock.seconds() == 5 + 1 + records
+    assert clock.seconds() == pytest.approx((5 + 1 + records) * STEP_S)
 
 
 def test_without_waits_all_of_it_counts() -> None:
-    device = ManualDevice()
-    clock = BlendClock(device)
-    device.compute.launch(lambda: None)
+    machine = ManualMachine()
+    clock = BlendClock(RecordingDevice(machine, torch.device("cpu")))
+    machine.launch("work", lambda: None)
     clock.stop()
-    device.run()
-    assert clock.seconds() == 2
+    machine.run()
+    assert clock.seconds() == pytest.approx(2 * STEP_S)

@@ -33,14 +33,12 @@ from kvcore.memory.layout import (
 from kvcore.model.shape import BlockShape
 from support.strides import (
     DTYPES,
-    Sizes,
+    StridedCopy,
     clone,
     contents,
+    copies,
     fill,
     memory,
-    one_by_one,
-    unit_pairs,
-    views,
 )
 
 ALWAYS, NEVER = 0, 1 << 62
@@ -53,36 +51,18 @@ both = pytest.mark.parametrize("ops", [ReferenceOps(), NativeOps()], ids=lambda 
 
 
 @both
-@given(data=st.data())
+@given(
+    copy=copies([1, 3, 8, 10, 16], [1, 2, 5, 8, 11]), stream_bytes=st.sampled_from([ALWAYS, NEVER])
+)
 @settings(max_examples=150, deadline=None)
-def test_any_strides_to_any_strides(ops: DeviceOps, data: st.DataObject) -> None:
+def test_any_strides_to_any_strides(ops: DeviceOps, copy: StridedCopy, stream_bytes: int) -> None:
     """Equal to the oracle in every byte of every storage: nothing else is touched."""
-    dims = st.sampled_from([1, 3, 8, 10, 16])
-    sizes = Sizes(
-        data.draw(st.sampled_from([1, 2, 4])),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.tuples(dims) | st.tuples(dims, dims)),
-        data.draw(st.sampled_from([1, 2, 5, 8, 11])),
-    )
-    src, dst = data.draw(views(sizes)), data.draw(views(sizes))
-    src.check()
-    dst.check()
-    fill(src, data.draw(st.integers(0, 9)))
-    a, b = data.draw(unit_pairs(src, dst, sizes.unit))
-    size = data.draw(st.integers(0, min(src.layout.kv_heads, dst.layout.kv_heads)))
-    heads = HeadRange(
-        data.draw(st.integers(0, src.layout.kv_heads - size)),
-        data.draw(st.integers(0, dst.layout.kv_heads - size)),
-        size,
-    )
-    layers = data.draw(st.lists(st.integers(0, sizes.layers - 1), unique=True))
-    before, expected = contents(src), clone(dst)
-    one_by_one(src, a, expected, b, layers, sizes.unit, heads)
+    before, expected = contents(copy.src), copy.expected()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_STREAM_BYTES", data.draw(st.sampled_from([ALWAYS, NEVER])))
-        ops.copy_blocks(src, a, dst, b, layers, sizes.unit, heads)
-    assert contents(dst) == contents(expected)
-    assert contents(src) == before, "wrote to the source"
+        patch.setattr(native, "_STREAM_BYTES", stream_bytes)
+        ops.copy_blocks(*copy)
+    assert contents(copy.dst) == expected
+    assert contents(copy.src) == before, "wrote to the source"
 
 
 # ---- fast paths, at the sizes where they cut their work ----

@@ -1,4 +1,4 @@
-"""Copies between a GPU and the host by every way, on a GPU that this CPU plays."""
+"""Copies between a GPU and the host by every way, over the recording device."""
 
 from __future__ import annotations
 
@@ -18,59 +18,62 @@ from kvcore.memory.copy.cache import ViewCache
 from kvcore.memory.copy.link import LinkOps, Way
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.pieces import run_bytes, unit_pieces
+from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
 from kvcore.model.shape import BlockShape
-from support.links import FakeGpu, on_gpu, served
+from kvcore.testing.gpu import Machine, RecordingOps, installed
+from support.links import on_gpu, on_host
 from support.strides import (
-    Sizes,
+    StridedCopy,
     clone,
     contents,
+    copies,
     fill,
     memory,
     one_by_one,
-    unit_pairs,
-    views,
 )
 
 WAYS = [*Way, None]
+GPU = torch.device("cuda", 0)
 
 
-def ops_of(way: Way | None) -> LinkOps:
-    """The fake GPU's "kernels" are the native copies: they look at addresses alone."""
-    return LinkOps(NativeOps(), NativeOps(), way)
+def ops_of(way: Way | None, machine: Machine) -> LinkOps:
+    """The GPU's "kernels" are the native copies: they look at addresses alone."""
+    kernels = RecordingOps(machine, NativeOps())
+    return LinkOps(kernels, kernels, way)
 
 
-@given(data=st.data())
+def batches(machine: Machine) -> list[list[int]]:
+    """Return the sizes of each batch of copies."""
+    return [call.what.tolist() for call in machine.calls if call.kind == "batch"]
+
+
+@given(
+    copy=copies([1, 3, 8, 16], [1, 2, 5, 8]),
+    to_host=st.booleans(),
+    registered=st.booleans(),
+    data=st.data(),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=150)
-def test_every_way_copies_what_it_should_and_nothing_else(data: st.DataObject) -> None:
-    dims = st.sampled_from([1, 3, 8, 16])
-    sizes = Sizes(
-        data.draw(st.sampled_from([1, 2, 4])),
-        data.draw(st.integers(1, 3)),
-        data.draw(st.tuples(dims) | st.tuples(dims, dims)),
-        data.draw(st.sampled_from([1, 2, 5, 8])),
-    )
-    src, dst = data.draw(views(sizes)), data.draw(views(sizes))
-    fill(src, data.draw(st.integers(0, 9)))
-    a, b = data.draw(unit_pairs(src, dst, sizes.unit))
-    size = data.draw(st.integers(0, min(src.layout.kv_heads, dst.layout.kv_heads)))
-    heads = HeadRange(
-        data.draw(st.integers(0, src.layout.kv_heads - size)),
-        data.draw(st.integers(0, dst.layout.kv_heads - size)),
-        size,
-    )
-    layers = data.draw(st.lists(st.integers(0, sizes.layers - 1), unique=True))
-    before, expected = contents(src), clone(dst)
-    one_by_one(src, a, expected, b, layers, sizes.unit, heads)
-    ends = [(on_gpu(src), dst), (src, on_gpu(dst))][data.draw(st.integers(0, 1))]
-    registered, way = data.draw(st.booleans()), data.draw(st.sampled_from(WAYS))
-    with pytest.MonkeyPatch.context() as patch, served(FakeGpu(host_reached=registered)):
+def test_every_way_copies_what_it_should_and_nothing_else(
+    copy: StridedCopy, to_host: bool, registered: bool, data: st.DataObject, seed: int
+) -> None:
+    way = data.draw(st.sampled_from([way for way in WAYS if registered or way is not Way.KERNEL]))
+    before, expected = contents(copy.src), copy.expected()
+    with pytest.MonkeyPatch.context() as patch, installed(Machine(seed)) as machine:
         patch.setattr(link, "STAGING_BYTES", (data.draw(st.sampled_from([512, 4096, 1 << 20])),))
         for name in ("SHORTEST_RUN", "PIECE_BYTES", "CALL_BYTES", "SMALL_LOAD"):
             patch.setattr(link, name, data.draw(st.sampled_from([1, 64, 1 << 20])))
-        ops_of(way).copy_blocks(ends[0], a, ends[1], b, layers, sizes.unit, heads)
-    assert contents(dst) == contents(expected)
-    assert contents(src) == before, "wrote to the source"
+        if to_host:
+            src, dst = on_gpu(machine, copy.src), on_host(machine, copy.dst, registered=registered)
+        else:
+            src, dst = on_host(machine, copy.src, registered=registered), on_gpu(machine, copy.dst)
+        ops_of(way, machine).copy_blocks(*copy._replace(src=src, dst=dst))
+    machine.check()
+    assert not (registered and machine.counts["host_waits"])
+    assert contents(copy.dst) == expected
+    assert contents(copy.src) == before, "wrote to the source"
 
 
 def arena(shape: BlockShape, slots: int, arrangement: str = "blockwise") -> KVView:
@@ -142,9 +145,10 @@ def test_pieces_are_not_joined_across_tensors() -> None:
 
 
 @pytest.fixture
-def gpu() -> Iterator[FakeGpu]:
-    with served(FakeGpu()) as made:
-        yield made
+def gpu() -> Iterator[Machine]:
+    with installed(Machine()) as machine:
+        yield machine
+        machine.check()
 
 
 LLAMA = BlockShape(32, 8, 128, 256, "bfloat16")
@@ -181,10 +185,10 @@ def chosen(src: KVView, dst: KVView, units: int, tokens: int, kernel: bool = Tru
     ],
 )
 def test_the_way_follows_pieces_direction_and_memory(
-    order: str, page: int, to_host: bool, units: int, registered: bool, way: Way, gpu: FakeGpu
+    order: str, page: int, to_host: bool, units: int, registered: bool, way: Way, gpu: Machine
 ) -> None:
-    gpu.host_reached = registered
     host = flat(arena_layout(LLAMA, 16), 1, 16 * LLAMA.nbytes)
+    on_host(gpu, host, registered=registered)
     pages = 16 * 256 // page
     if order == "one HND":
         ours = flat(trtllm_layout(LLAMA, pages, page, "HND"), 1, 16 * LLAMA.nbytes)
@@ -194,25 +198,25 @@ def test_the_way_follows_pieces_direction_and_memory(
             for _ in range(32)
         ]
         ours = KVView(from_strides(tensors, LLAMA), tensors)
-    ours = on_gpu(ours)
+    ours = on_gpu(gpu, ours)
     ends = (ours, host) if to_host else (host, ours)
     assert chosen(*ends, units, min(page, 256)) is way
 
 
-def test_small_loads_go_by_kernel_if_it_reaches_the_memory(gpu: FakeGpu) -> None:
-    host, ours = arena(SHAPE, 4), on_gpu(engine(SHAPE, 4, 32, "NHD"))
+def test_small_loads_go_by_kernel_if_it_reaches_the_memory(gpu: Machine) -> None:
+    host, ours = on_host(gpu, arena(SHAPE, 4)), on_gpu(gpu, engine(SHAPE, 4, 32, "NHD"))
     assert chosen(host, ours, 2, 32) is Way.KERNEL
     assert chosen(ours, host, 2, 32) is Way.STAGED
     assert chosen(host, ours, 2, 32, kernel=False) is Way.STAGED
-    gpu.host_reached = False
+    on_host(gpu, host, registered=False)
     assert chosen(host, ours, 2, 32) is Way.STAGED
 
 
-def test_a_gpu_never_falls_back_to_copies_by_the_plane(gpu: FakeGpu) -> None:
+def test_a_gpu_never_falls_back_to_copies_by_the_plane(gpu: Machine) -> None:
     """Whether memory is registered decides in each copy, not once when the worker starts."""
-    ours, host = on_gpu(engine(SHAPE, 4, 32, "NHD")), arena(SHAPE, 4)
+    ours, host = on_gpu(gpu, engine(SHAPE, 4, 32, "NHD")), arena(SHAPE, 4)
     for registered in (False, True):
-        gpu.host_reached = registered
+        on_host(gpu, host, registered=registered)
         for ends in ((ours, host), (host, ours)):
             assert select_ops(*ends, builtin_ops()).name == "link"
     assert select_ops(host, host, builtin_ops()).name == "native"
@@ -222,70 +226,70 @@ def test_a_gpu_never_falls_back_to_copies_by_the_plane(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-def test_a_staged_block_crosses_the_link_in_one_piece(to_host: bool, gpu: FakeGpu) -> None:
-    ours, host = on_gpu(engine(SHAPE, 8, 16, "NHD")), arena(SHAPE, 4)
+def test_a_staged_block_crosses_the_link_in_one_piece(to_host: bool, gpu: Machine) -> None:
+    ours, host = on_gpu(gpu, engine(SHAPE, 8, 16, "NHD")), on_host(gpu, arena(SHAPE, 4))
     ends = (ours, host) if to_host else (host, ours)
     units = np.array([1, 0, 6, 7]), np.array([6, 7, 1, 0])  # of the engine, of the host
     a, b = units if to_host else units[::-1]
-    ops_of(Way.STAGED).copy_blocks(*ends[:1], a, *ends[1:], b, unit_tokens=16)
-    sizes = [list(what) for kind, _, what in gpu.log if kind == "batch"]
-    assert sizes == [[SHAPE.nbytes] * 2]
+    ops_of(Way.STAGED, gpu).copy_blocks(*ends[:1], a, *ends[1:], b, unit_tokens=16)
+    assert batches(gpu) == [[SHAPE.nbytes] * 2]
 
 
 def test_the_staging_is_bounded_and_reused_in_the_order_of_streams(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The machine itself reports a stream that does not wait for the one before it."""
     monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes,))
-    ours, host = on_gpu(engine(SHAPE, 8, 32, "NHD")), arena(SHAPE, 8)
-    ops = ops_of(Way.STAGED)
-    first, second = gpu.new_stream("first"), gpu.new_stream("second")
-    for stream in (first, second):
+    ours, host = on_gpu(gpu, engine(SHAPE, 16, 32, "NHD")), on_host(gpu, arena(SHAPE, 16))
+    ops, device = ops_of(Way.STAGED, gpu), device_of(GPU)
+    first, second = device.stream(), device.stream()
+    for stream, units in ((first, np.arange(8)), (second, np.arange(8, 16))):
         with stream.issuing():
-            ops.copy_blocks(ours, np.arange(8), host, np.arange(8), unit_tokens=32)
-    assert [memory.nbytes for memory in gpu.allocated] == [2 * SHAPE.nbytes]
-    batches = [int(what.sum()) for kind, _, what in gpu.log if kind == "batch"]
-    assert max(batches) <= 2 * SHAPE.nbytes
-    assert sum(batches) == 16 * SHAPE.nbytes
-    kinds = [(kind, name) for kind, name, _ in gpu.log]
-    handover = next(what for kind, name, what in gpu.log if (kind, name) == ("record", "first"))
-    begin = kinds.index(("batch", "second"))
-    assert ("follow", "second", handover) in gpu.log[:begin], "the second stream did not wait"
-    assert ("hold", "first") in kinds
+            ops.copy_blocks(ours, units, host, units, unit_tokens=32)
+    assert gpu.allocated == [2 * SHAPE.nbytes]
+    nbytes = [sum(sizes) for sizes in batches(gpu)]
+    assert max(nbytes) <= 2 * SHAPE.nbytes
+    assert sum(nbytes) == 16 * SHAPE.nbytes
+    held = [call.stream for call in gpu.calls if call.kind == "hold"]
+    assert held == [first.queue, second.queue]
     with first.issuing():
         ops.copy_blocks(host, np.arange(8), ours, np.arange(8), unit_tokens=32)
     assert len(gpu.allocated) == 2, "loads wait for saves"
-    assert ("follow", "first") not in kinds
+    followers = [call.stream for call in gpu.calls if call.kind == "follow"]
+    assert followers == [second.queue]
 
 
 def test_less_room_gives_a_smaller_staging_and_none_an_error(
-    gpu: FakeGpu,
+    gpu: Machine,
 ) -> None:
-    ours, host = on_gpu(engine(SHAPE, 4, 32, "NHD")), arena(SHAPE, 4)
-    gpu.most = link.STAGING_BYTES[1]
-    ops_of(Way.STAGED).prepare(ours, host, 32)
-    assert [len(memory) for memory in gpu.allocated] == [link.STAGING_BYTES[1]] * 2
-    gpu.most = 1000
+    ours, host = on_gpu(gpu, engine(SHAPE, 4, 32, "NHD")), on_host(gpu, arena(SHAPE, 4))
+    gpu.room = 2 * link.STAGING_BYTES[1]
+    ops_of(Way.STAGED, gpu).prepare(ours, host, 32)
+    assert gpu.allocated == [link.STAGING_BYTES[1]] * 2
     with pytest.raises(torch.OutOfMemoryError):
-        ops_of(Way.STAGED).prepare(ours, host, 32)
+        ops_of(Way.STAGED, gpu).prepare(ours, host, 32)
 
 
-def test_threads_share_the_stagings(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_stagings(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "STAGING_BYTES", (SHAPE.nbytes,))
     src, host = engine(SHAPE, 16, 32, "NHD"), arena(SHAPE, 16)
     fill(src, 3)
     expected = clone(host)
     units = np.arange(16)
     one_by_one(src, units, expected, units, list(range(4)), 32, ALL)
-    ours, ops = on_gpu(src), ops_of(Way.STAGED)
+    ours, ops = on_gpu(gpu, src), ops_of(Way.STAGED, gpu)
+    on_host(gpu, host)
 
     def save(part: Units) -> None:
-        ops.copy_blocks(ours, part, host, part, unit_tokens=32)
+        with device_of(GPU).stream().issuing():
+            ops.copy_blocks(ours, part, host, part, unit_tokens=32)
 
     threads = [threading.Thread(target=save, args=(units[i::4],)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    gpu.check()
     assert contents(host) == contents(expected)
 
 
@@ -309,7 +313,7 @@ def test_what_views_are_made_of_is_computed_once_and_does_not_keep_them() -> Non
 @pytest.mark.parametrize("room", [2 * 32 * 64 * 2, 3 * 32 * 64 * 2 * 2, 1024])
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_block_beyond_the_staging_is_cut_by_layers_and_by_heads(
-    room: int, to_host: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+    room: int, to_host: bool, gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The staging holds one head of a layer, one layer and a half, or less than a head."""
     monkeypatch.setattr(link, "STAGING_BYTES", (room,))
@@ -318,9 +322,12 @@ def test_a_block_beyond_the_staging_is_cut_by_layers_and_by_heads(
     fill(src, 4)
     expected, units = clone(dst), np.array([2, 0])
     one_by_one(src, units, expected, units, list(range(4)), 32, ALL)
-    ends = (on_gpu(src), dst) if to_host else (src, on_gpu(dst))
-    ops_of(Way.STAGED).copy_blocks(ends[0], units, ends[1], units)
+    on_host(gpu, blocks)
+    ours = on_gpu(gpu, pages)
+    ends = (ours, dst) if to_host else (src, ours)
+    ops_of(Way.STAGED, gpu).copy_blocks(ends[0], units, ends[1], units)
+    gpu.check()
     assert contents(dst) == contents(expected)
-    assert all(len(memory) == room for memory in gpu.allocated)
-    pieces = [int(size) for kind, _, what in gpu.log if kind == "batch" for size in what]
+    assert set(gpu.allocated) == {room}
+    pieces = [size for sizes in batches(gpu) for size in sizes]
     assert min(pieces) == (64 * 2 if room == 1024 else 2 * 32 * 64 * 2 * (1 + (room > 1 << 14)))

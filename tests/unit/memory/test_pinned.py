@@ -18,12 +18,23 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.hugepages import PAGE
 from kvcore.memory.pinned import PinnedRange
 from kvcore.model.shape import BlockShape
-from support.pinning import Driver, FakeGpu, refusing
+from kvcore.testing.gpu import Machine, RecordingDevice
 
 torch = pytest.importorskip("torch")
 
 SHAPE = BlockShape(3, 2, 8, 16, "float32")
 CHUNK = 4 * PAGE
+
+
+def gpu(machine: Machine) -> RecordingDevice:
+    """Return GPU 1. The threads of a test begin with GPU 0 as their current device."""
+    return RecordingDevice(machine, torch.device("cuda", machine.index))
+
+
+def covers(machine: Machine, address: int, nbytes: int) -> bool:
+    """Return True if one registration holds the whole range."""
+    held = machine.registered.items()
+    return any(at <= address and address + nbytes <= at + n for at, n in held)
 
 
 @contextlib.contextmanager
@@ -39,32 +50,33 @@ def chunks_of(nbytes: int) -> Iterator[None]:
     pages=st.integers(1, 9),
 )
 def test_chunks_are_all_of_it_and_no_block_spans_two(blocks: int, unit: int, pages: int) -> None:
-    driver, address = Driver(), 64 * PAGE
+    machine, address = Machine(index=1), 64 * PAGE
     with chunks_of(pages * PAGE):
-        held = PinnedRange(FakeGpu(driver), address, blocks * unit, unit)
-    assert driver.nbytes == blocks * unit
-    assert held.chunks == len(driver.held)
+        held = PinnedRange(gpu(machine), address, blocks * unit, unit)
+    assert sum(machine.registered.values()) == blocks * unit
+    assert held.chunks == len(machine.registered)
     for block in range(blocks):
-        assert driver.covers(address + block * unit, unit)
+        assert covers(machine, address + block * unit, unit)
     held.close()
-    assert not driver.held
-    assert all(current for _, _, current in driver.calls)
+    assert not machine.registered
+    assert all(call.current for call in machine.calls)
+    machine.check()
 
 
 @given(blocks=st.integers(1, 40), fails=st.integers(0, 9), by=st.sampled_from(["driver", "owner"]))
 def test_all_of_it_or_none(blocks: int, fails: int, by: str) -> None:
-    driver = Driver()
-    if by == "driver":
-        driver.on_register = refusing(fails)
+    machine = Machine(index=1, lockable=fails * CHUNK if by == "driver" else None)
 
     def wanted() -> bool:
-        return by == "driver" or len(driver.held) < fails
+        return by == "driver" or len(machine.registered) < fails
 
     with chunks_of(CHUNK), contextlib.suppress(UnsupportedError):
-        PinnedRange(FakeGpu(driver), 0, blocks * PAGE, PAGE, wanted=wanted).close()
-    assert not driver.held
-    undone = [at for what, at, _ in driver.calls if what == "unregister"]
-    assert undone == [at for what, at, _ in driver.calls if what == "register"][::-1]
+        PinnedRange(gpu(machine), 0, blocks * PAGE, PAGE, wanted=wanted).close()
+    assert not machine.registered
+    done = [call.what for call in machine.calls if call.kind == "register"]
+    assert done == [i * CHUNK for i in range(min(fails, -(-blocks * PAGE // CHUNK)))]
+    assert [call.what for call in machine.calls if call.kind == "unregister"] == done[::-1]
+    machine.check()
 
 
 @pytest.mark.parametrize("arrangement", ["blockwise", "layerwise"])
@@ -73,21 +85,21 @@ def test_an_arena_works_pinned_or_not(
     arrangement: str, fails: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    driver = Driver()
-    if fails is not None:
-        driver.on_register = refusing(fails)
+    machine = Machine(index=1, lockable=None if fails is None else fails * CHUNK)
+    pin = gpu(machine)
     with chunks_of(CHUNK):
-        arena = HostArena(SHAPE, 64, arrangement=arrangement, huge_pages=False, pin=FakeGpu(driver))
+        arena = HostArena(SHAPE, 64, arrangement=arrangement, huge_pages=False, pin=pin)
     assert arena.pinned is (fails is None)
-    assert driver.nbytes == (arena.nbytes if fails is None else 0)
+    assert sum(machine.registered.values()) == (arena.nbytes if fails is None else 0)
     for slot in range(64):
         for piece in arena.slot_buffers(slot):
             start = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
-            assert driver.covers(start, piece.nbytes) is (fails is None)
+            assert covers(machine, start, piece.nbytes) is (fails is None)
     arena.tensor().fill_(1)
     arena.close()
-    assert not driver.held
+    assert not machine.registered
     assert not arena.pinned
+    machine.check()
     said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     if fails is None:
         assert not said
@@ -95,7 +107,7 @@ def test_an_arena_works_pinned_or_not(
     else:
         [line] = said
         assert f"host memory of {arena.nbytes} bytes is not pinned" in line
-        assert f"error 2 after {fails * CHUNK} bytes" in line or arrangement == "layerwise"
+        assert f"{fails * CHUNK} after {fails * CHUNK} bytes" in line or arrangement == "layerwise"
         assert "locked-memory limit" in line
         assert "lower host.capacity" in line
 
@@ -107,10 +119,10 @@ def test_memory_is_first_touched_from_cores_near_the_device(
     (tmp_path / "node1").mkdir()
     (tmp_path / "node1" / "cpulist").write_text(f"{mine[-1]}\n")
     monkeypatch.setattr(cpus, "_NODES", tmp_path)
-    driver, ran_on = Driver(), []
-    driver.on_register = lambda count: ran_on.append(os.sched_getaffinity(0))
-    driver.node = 1
-    HostArena(SHAPE, 2, huge_pages=False, pin=FakeGpu(driver)).close()
+    machine, ran_on = Machine(index=1), []
+    machine.on_register = lambda count: ran_on.append(os.sched_getaffinity(0))
+    machine.node = 1
+    HostArena(SHAPE, 2, huge_pages=False, pin=gpu(machine)).close()
     assert ran_on == [{mine[-1]}]
     assert os.sched_getaffinity(0) == set(mine)
 

@@ -6,21 +6,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.testing.gpu.machine import STEP_S
+from kvcore.testing.waiting import until
 from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore.transfer.graph import RowError
-from support.manual_worker import PAGES, SHAPE, SLOTS, ManualRig
+from support.manual_worker import PAGES, SHAPE, SLOTS, ManualRig, manual_rig
 
 
 @pytest.fixture
 def rig() -> Iterator[ManualRig]:
-    made = ManualRig()
-    yield made
-    made.close()
+    with manual_rig() as made:
+        yield made
 
 
 def test_a_forward_is_launched_before_its_load_has_begun(rig: ManualRig) -> None:
@@ -32,7 +31,7 @@ def test_a_forward_is_launched_before_its_load_has_begun(rig: ManualRig) -> None
     for layer in range(SHAPE.layers):
         rig.worker.wait_layer(1, layer)
         rig.compute(
-            lambda layer=layer: seen.append({float(x) for x in rig.pages[layer][3].unique()})
+            lambda layer=layer: seen.append({float(x) for x in rig.caches[layer][3].unique()})
         )
     assert not rig.worker.poll(), "nothing has run, and the forward is launched"
     rig.end()
@@ -58,7 +57,7 @@ def test_a_load_into_a_page_that_a_save_reads_comes_after_it(rig: ManualRig) -> 
     rig.submit(rig.load(2, page=2, slot=0))
     rig.until_issued(rig.load(2, page=2, slot=0))
     loading = rig.others()[-1]
-    rig.device.run(rig.device.compute, loading)
+    rig.run(rig.stream, loading)
     assert rig.read(2) == {5.0}, "the save has not read the page"
     rig.end()
     assert rig.kept(4) == {5.0}
@@ -69,15 +68,15 @@ def test_few_saves_are_issued_unless_one_is_waited_for(rig: ManualRig) -> None:
     graphs = [rig.save(i, page=i, slot=i) for i in range(6)]
     rig.submit(*graphs)
     for graph in graphs[:SAVES_ISSUED]:
-        rig.device.until(lambda graph=graph: rig.issued(graph))
+        until(lambda graph=graph: rig.issued(graph))
     assert not any(map(rig.issued, graphs[SAVES_ISSUED:]))
     rig.worker.follow(5)
     assert rig.issued(graphs[5]), "the fence waits for its issue only"
     assert not any(map(rig.issued, graphs[SAVES_ISSUED:5]))
-    loads = [rig.load(10 + i, page=i, slot=0) for i in range(5)]
+    loads = [rig.load(10 + i, page=7, slot=7) for i in range(5)]
     rig.submit(*loads)
     for load in loads:
-        rig.device.until(lambda load=load: rig.issued(load))
+        until(lambda load=load: rig.issued(load))
     assert not any(map(rig.issued, graphs[SAVES_ISSUED:5])), "loads do not make room for saves"
     assert len(rig.end()) == 6 + 5 * SHAPE.layers
     rig.worker.engine.check_integrity()
@@ -89,7 +88,7 @@ def test_an_op_that_was_issued_counts_until_it_has_ended(rig: ManualRig) -> None
     rig.submit(*saves)
     rig.until_issued(saves[0])
     assert not rig.worker.wait_idle(0.01)
-    while rig.device.step(rig.others()[0]):
+    while rig.machine.step(rig.others()[0].queue):
         pass  # those that were issued end, and the last one is issued or waits
     rig.end()
     assert rig.worker.wait_idle(0)
@@ -111,7 +110,7 @@ def test_an_issued_op_is_not_cancelled_and_one_that_waits_is(rig: ManualRig) -> 
 def test_a_copy_that_cannot_be_issued_has_failed_when_the_wait_returns(rig: ManualRig) -> None:
     rig.ops.refuse = 1
     rig.submit(rig.load(1, page=1, slot=0, by_layer=False))
-    with rig.device.working():
+    with rig.machine.working():
         rig.worker.follow(1)
     assert [report.failed for report in rig.worker.poll()] == [{0: RowError.INTERNAL}]
 
@@ -122,6 +121,8 @@ def test_a_device_that_fails_fails_the_op(rig: ManualRig) -> None:
     rig.worker.follow(1)
     assert rig.worker.poll() == []
     assert [report.failed for report in rig.end()] == [{0: RowError.INTERNAL}]
+    assert [fault.kind for fault in rig.machine.faults] == ["work"]
+    rig.machine.faults.clear()
 
 
 def test_what_a_failed_op_has_issued_has_ended_with_it(rig: ManualRig) -> None:
@@ -135,7 +136,7 @@ def test_what_a_failed_op_has_issued_has_ended_with_it(rig: ManualRig) -> None:
 
     rig.ops.copy = second_fails  # type: ignore[method-assign, assignment]
     rig.submit(rig.load(1, page=1, slot=0, by_layer=False))
-    rig.device.until(lambda: bool(rig.device.host_waits))
+    until(lambda: rig.machine.waited)
     assert rig.worker.poll() == [], "a copy to the page is under way"
     assert [r.failed for r in rig.end()] == [{0: RowError.INTERNAL}]
 
@@ -145,9 +146,14 @@ def test_the_time_of_a_copy_leaves_out_what_it_waited_for(rig: ManualRig) -> Non
     rig.worker.engine._observer = lambda timing: timings.append(timing.seconds)
     for _ in range(50):
         rig.compute(lambda: None)
-    rig.submit(rig.load(1, page=1, slot=0), rig.load(2, page=2, slot=0))
+    loads = [rig.load(1, page=1, slot=0), rig.load(2, page=2, slot=0)]
+    rig.submit(*loads)
+    for load in loads:
+        rig.until_issued(load)
+    rig.run(*rig.others())
+    rig.run()
     rig.end()
-    assert timings == [2.0] * (2 * SHAPE.layers), "one tick for the copy, one for its event"
+    assert timings == pytest.approx([2 * STEP_S] * (2 * SHAPE.layers)), "the copy, and its event"
 
 
 def test_a_second_attempt_waits_for_what_the_first_would_have(rig: ManualRig) -> None:
@@ -163,7 +169,7 @@ def test_a_second_attempt_waits_for_what_the_first_would_have(rig: ManualRig) ->
     with ThreadPoolExecutor(1) as pool:
         pool.submit(submit).result()
     rig.until_issued(rig.load(1, page=1, slot=0))
-    rig.device.run(*rig.others())
+    rig.run(*rig.others())
     assert rig.read(1) == {0.0}
     rig.end()
     assert rig.read(1) == {1.0}
@@ -171,11 +177,11 @@ def test_a_second_attempt_waits_for_what_the_first_would_have(rig: ManualRig) ->
 
 def test_a_mark_can_span_streams(rig: ManualRig) -> None:
     forward = rig.device.stream()
-    forward.launch(lambda: rig.write(1, 7.0))
+    rig.compute(lambda: rig.write(1, 7.0), forward)
     after = rig.worker.mark(forward)
     assert rig.worker.submit(rig.load(1, page=1, slot=0), after=after) == []
     rig.until_issued(rig.load(1, page=1, slot=0))
-    rig.device.run(*rig.others(forward), rig.device.compute)
+    rig.run(*rig.others(forward), rig.stream)
     assert rig.read(1) == {0.0}
     rig.end()
     assert rig.read(1) == {1.0}
@@ -184,30 +190,24 @@ def test_a_mark_can_span_streams(rig: ManualRig) -> None:
 # -- memory of its own ----------------------------------------------------------------------
 
 
-def chunk(rig: ManualRig) -> tuple[list[torch.Tensor], list[DeviceGroup]]:
-    """Memory like the engine's pages, for an ``into``."""
-    tensors = rig._memory()
-    views = [tensor.transpose(1, 2) for tensor in tensors]
-    return tensors, [DeviceGroup((0, 1, 2), KVView(from_strides(views, SHAPE), views))]
-
-
 def test_a_chunk_is_copied_while_a_step_runs(rig: ManualRig) -> None:
     """It goes to memory of its own, so nothing of the step can matter to it."""
-    rig.compute(lambda: pytest.fail("the step has not ended when the chunk is there"))
+    ended: list[bool] = []
+    rig.compute(lambda: ended.append(True))
     with rig.worker.allocating():
-        tensors, groups = chunk(rig)
+        tensors, groups = rig.memory()
     graph = rig.load(1, page=0, slot=0)
     assert rig.worker.submit(graph, groups, after=rig.worker.allocated()) == []
     rig.until_issued(graph)
-    rig.device.run(*rig.others())
+    rig.run(*rig.others())
     assert all(bool((tensor[0] == 1).all()) for tensor in tensors)
-    rig.device.compute.work.clear()
+    assert not ended, "the step has ended"
 
 
 def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: ManualRig) -> None:
     """The allocator gives out the same memory as soon as it is free on the host."""
     with rig.worker.allocating():
-        tensors, groups = chunk(rig)
+        tensors, groups = rig.memory()
     first = rig.load(1, page=0, slot=0)
     assert rig.worker.submit(first, groups, after=rig.worker.allocated()) == []
     rig.worker.follow(1)
@@ -218,10 +218,9 @@ def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: ManualRig) 
     rig.arena.tensor().view(SLOTS, -1)[1] = 2.0
     assert rig.worker.submit(second, groups, after=rig.worker.allocated()) == []
     rig.until_issued(second)
-    rig.device.run(*rig.others())
+    rig.run(*rig.others())
     assert float(tensors[0][0, 0, 0, 0]) == 1.0, "the first copy is not read yet"
     rig.end()
-    rig.device.run()
     assert seen == [1.0]
     assert float(tensors[0][0, 0, 0, 0]) == 2.0
     rig.worker.release(2)
@@ -229,7 +228,7 @@ def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: ManualRig) 
 
 def test_release_blocks_until_no_copy_can_go_to_the_engines_pages_instead(rig: ManualRig) -> None:
     with rig.worker.allocating():
-        _, groups = chunk(rig)
+        _, groups = rig.memory()
     for i in range(20):
         assert rig.worker.submit(rig.load(i, page=i % PAGES, slot=0), groups) == []
         rig.worker.release(i)
@@ -246,46 +245,44 @@ def test_pages_change_hands_without_the_host_and_nobody_sees_the_difference(
     data: st.DataObject,
 ) -> None:
     """Random steps over few pages, device work in a random order, against values kept in order."""
-    rig = ManualRig()
-    pages = [0.0] * PAGES
-    slots = [1.0] * SLOTS
-    readers: dict[int, list[int]] = {}
-    loaded: list[tuple[int, float]] = []
-    seen: list[tuple[int, set[float]]] = []
-    expected: list[tuple[int, set[float]]] = []
-    saved: dict[int, float] = {}
-    free = list(range(SLOTS - 1, 0, -1))
-    for number in range(data.draw(st.integers(1, 12))):
-        page = data.draw(st.integers(0, 2))
-        action = data.draw(st.sampled_from(["write", "save", "load", "read"]))
-        if action in ("write", "load"):  # the page is given away
-            for graph_id in readers.pop(page, []):
-                rig.worker.follow(graph_id)
-        if action == "write":
-            pages[page] = float(number + 10)
-            rig.compute(lambda page=page, value=pages[page]: rig.write(page, value))
-        elif action == "save" and free:
-            slot = free.pop()
-            saved[slot] = pages[page]
-            rig.submit(rig.save(number, page, slot))
-            readers.setdefault(page, []).append(number)
-        elif action == "load":
-            pages[page] = slots[0]
-            rig.submit(rig.load(number, page, 0))
-            for layer in range(SHAPE.layers):
-                rig.worker.wait_layer(number, layer)
-            loaded.append((page, slots[0]))
-        elif action == "read":
-            expected.append((page, {pages[page]}))
-            rig.compute(lambda page=page: seen.append((page, rig.read(page))))
-        for _ in range(data.draw(st.integers(0, 3))):
-            streams = list(rig.device.streams)  # threads make theirs when they get to it
-            rig.device.step(streams[data.draw(st.integers(0, 3)) % len(streams)])
-    rig.end()
-    rig.device.run()
-    assert seen == expected
-    assert all(rig.kept(slot) == {value} for slot, value in saved.items())
-    assert [rig.read(page) for page in range(PAGES)] == [{value} for value in pages]
-    assert not rig.host_waited
-    rig.worker.engine.check_integrity()
-    rig.close()
+    with manual_rig() as rig:
+        pages = [0.0] * PAGES
+        slots = [1.0] * SLOTS
+        readers: dict[int, list[int]] = {}
+        loaded: list[tuple[int, float]] = []
+        seen: list[tuple[int, set[float]]] = []
+        expected: list[tuple[int, set[float]]] = []
+        saved: dict[int, float] = {}
+        free = list(range(SLOTS - 1, 0, -1))
+        for number in range(data.draw(st.integers(1, 12))):
+            page = data.draw(st.integers(0, 2))
+            action = data.draw(st.sampled_from(["write", "save", "load", "read"]))
+            if action in ("write", "load"):  # the page is given away
+                for graph_id in readers.pop(page, []):
+                    rig.worker.follow(graph_id)
+            if action == "write":
+                pages[page] = float(number + 10)
+                rig.compute(lambda page=page, value=pages[page]: rig.write(page, value))
+            elif action == "save" and free:
+                slot = free.pop()
+                saved[slot] = pages[page]
+                rig.submit(rig.save(number, page, slot))
+                readers.setdefault(page, []).append(number)
+            elif action == "load":
+                pages[page] = slots[0]
+                rig.submit(rig.load(number, page, 0))
+                for layer in range(SHAPE.layers):
+                    rig.worker.wait_layer(number, layer)
+                loaded.append((page, slots[0]))
+            elif action == "read":
+                expected.append((page, {pages[page]}))
+                rig.compute(lambda page=page: seen.append((page, rig.read(page))))
+            for _ in range(data.draw(st.integers(0, 3))):
+                streams = list(rig.machine.streams)  # threads make theirs when they get to it
+                rig.machine.step(streams[data.draw(st.integers(0, 3)) % len(streams)])
+        rig.end()
+        assert seen == expected
+        assert all(rig.kept(slot) == {value} for slot, value in saved.items())
+        assert [rig.read(page) for page in range(PAGES)] == [{value} for value in pages]
+        assert not rig.host_waited
+        rig.worker.engine.check_integrity()

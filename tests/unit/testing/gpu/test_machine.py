@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvcore.errors import UnsupportedError
 from kvcore.memory.device import CpuDevice, device_of
+from kvcore.memory.hugepages import PAGE
 from kvcore.testing.gpu import Machine, RecordingDevice, installed
 from kvcore.testing.gpu.memory import NOTHING, Spans, common, span, together, within
 
@@ -41,6 +44,11 @@ class Board:
 
     def take(self, cell: int, into: list[int]) -> None:
         self.machine.launch("take", lambda: into.append(int(self.cells[cell])), reads=self.at(cell))
+
+
+def pages(count: int = 1) -> npt.NDArray[np.uint8]:
+    """Return whole pages of host memory."""
+    return np.frombuffer(mmap.mmap(-1, count * PAGE), dtype=np.uint8)
 
 
 def kinds(machine: Machine) -> list[str]:
@@ -169,6 +177,22 @@ def test_neighbours_do_not_race() -> None:
     assert kinds(board.machine) == []
 
 
+def test_a_wait_raises_if_work_before_the_event_has_failed() -> None:
+    board = Board(Machine(0))
+    side, other = board.device.stream(), board.device.stream()
+
+    def fails() -> None:
+        raise ValueError("an illegal address")
+
+    board.machine.launch("a kernel", fails)
+    side.follow(board.device.current_stream().record())
+    for stream in (side, board.device.current_stream()):
+        with pytest.raises(RuntimeError):
+            stream.record().wait()
+    other.record().wait()
+    assert kinds(board.machine) == ["work"]
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_threads_are_ordered_by_start_and_join_only(joined: bool) -> None:
     with installed(Machine(0)) as machine:
@@ -207,7 +231,7 @@ def test_what_one_thread_knows_can_be_passed_on() -> None:
 
 def test_only_memory_that_the_device_reaches_is_touched_by_launches() -> None:
     machine = Machine(0)
-    board, array = Board(machine), np.zeros(8, dtype=np.int64)
+    board, array = Board(machine), pages()
     address = array.ctypes.data
 
     def launch() -> None:
@@ -215,10 +239,10 @@ def test_only_memory_that_the_device_reaches_is_touched_by_launches() -> None:
 
     launch()
     assert kinds(machine) == ["memory"]
-    machine.know_host(address, 64, "host memory")
+    machine.know_host(address, PAGE, "host memory")
     launch()
     assert kinds(machine) == ["memory"] * 2
-    board.device.register(address, 64)
+    board.device.register(address, PAGE)
     launch()
     assert kinds(machine) == ["memory"] * 2
     assert board.device.reaches(torch.from_numpy(array))
@@ -233,7 +257,7 @@ def test_only_memory_that_the_device_reaches_is_touched_by_launches() -> None:
 @pytest.mark.parametrize("ended", [False, True])
 def test_memory_is_unregistered_and_unmapped_after_its_last_use(ended: bool) -> None:
     machine = Machine(0)
-    board, array = Board(machine), np.zeros(8, dtype=np.int64)
+    board, array = Board(machine), pages()
     region = machine.memory.at(board.cells.data_ptr())
     assert region is not None
     board.device.register(array.ctypes.data, 64)
@@ -261,11 +285,65 @@ def test_a_registration_that_fails_leaves_no_error_but_a_raw_one_does() -> None:
 
 def test_a_registration_in_a_step_stalls_the_engine() -> None:
     machine = Machine(0)
-    board, array = Board(machine), np.zeros(16, dtype=np.int64)
-    board.device.register(array.ctypes.data, 64)
+    board, array = Board(machine), pages(2)
+    board.device.register(array.ctypes.data, PAGE)
     with machine.in_step():
-        board.device.register(array.ctypes.data + 64, 64)
+        board.device.register(array.ctypes.data + PAGE, PAGE)
     assert kinds(machine) == ["stall"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=4))
+def test_two_registrations_that_share_a_page_are_a_fault(parts: list[tuple[int, int]]) -> None:
+    """The parts are half pages; some begin in the middle of one."""
+    machine, taken, faults = Machine(0), set[int](), 0
+    device = RecordingDevice(machine, torch.device("cpu"))
+    for start, size in parts:
+        mine = set(range(start, start + size))
+        if any(start == other for other in machine.registered):
+            continue
+        faults += bool(start % 2 or taken & mine)
+        taken |= mine
+        device.register(start * PAGE // 2, size * PAGE // 2)
+    assert kinds(machine) == ["memory"] * faults
+
+
+def test_the_device_has_room_for_so_much_and_the_start_is_aligned() -> None:
+    machine = Machine(0)
+    device = RecordingDevice(machine, torch.device("cpu"))
+    machine.room = 1000
+    memory = device.allocate(600)
+    assert memory.data_ptr() % 256 == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        device.allocate(401)
+    device.allocate(400)
+    assert machine.allocated == [600, 400]
+
+
+def test_calls_are_noted_in_their_order_with_the_thread_and_its_device() -> None:
+    machine, array = Machine(0, index=1), pages()
+    device = RecordingDevice(machine, torch.device("cpu"))
+    side, start = device.stream(), array.ctypes.data
+    device.register(start, PAGE)
+    with device.current():
+        device.unregister(start)
+    thread = threading.Thread(target=device.enter, name="other")
+    thread.start()
+    thread.join()
+    event = device.current_stream().record()
+    side.follow(event)
+    with side.issuing():
+        device.upload(np.zeros(3))
+    side.hold(torch.from_numpy(array))
+    default, this = machine.default, threading.current_thread().name
+    assert machine.calls == [
+        ("register", start, default, this, False),
+        ("unregister", start, default, this, True),
+        ("enter", None, default, "other", True),
+        ("record", event.point, default, this, False),
+        ("follow", event.point, side.queue, this, False),
+        ("upload", 24, side.queue, this, True),
+        ("hold", start, side.queue, this, False),
+    ]
 
 
 # -- the current device ---------------------------------------------------------------------
@@ -291,8 +369,8 @@ def test_a_thread_issues_only_with_its_ranks_device(entered: bool) -> None:
 
 def test_registration_makes_the_device_current_by_itself_and_current_undoes_it() -> None:
     machine = Machine(0, index=1)
-    board, array = Board(machine), np.zeros(16, dtype=np.int64)
-    board.device.register(array.ctypes.data, 64)
+    board, array = Board(machine), pages()
+    board.device.register(array.ctypes.data, PAGE)
     board.device.unregister(array.ctypes.data)
     with board.device.current():
         board.put(0, 1)

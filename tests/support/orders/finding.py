@@ -1,0 +1,45 @@
+"""The search for a fault that a mistake, put back, must show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+
+from kvcore.testing.gpu import Machine, installed
+
+__all__ = ["SEEDS", "expect_none", "find_fault"]
+
+SEEDS = 8
+
+
+def find_fault(
+    trial: Callable[[Machine, int], None],
+    kind: str | tuple[str, ...],
+    *words: str,
+    seeds: int = SEEDS,
+) -> str:
+    """Run with one seed after the other; return the first fault of a kind that has these words.
+
+    A trial closes what it has made, whatever happens. Raises AssertionError if there is no fault.
+    """
+    kinds, seen = (kind,) if isinstance(kind, str) else kind, set()
+    for seed in range(seeds):
+        with installed(Machine(seed, index=1)) as machine:
+            with contextlib.suppress(AssertionError):  # wrong bytes were noticed, or the end was
+                trial(machine, seed)
+            machine.finish()
+            for fault in machine.faults:
+                seen.add(fault.kind)
+                if fault.kind in kinds and all(word in fault.message for word in words):
+                    return fault.message
+    raise AssertionError(f"nothing of kind {kind!r} with {words} was found, but {seen}")
+
+
+def expect_none(
+    trial: Callable[[Machine, int], None], kind: str, *words: str, seeds: int = SEEDS
+) -> None:
+    """Check that the same trial without the mistake has no such fault."""
+    with pytest.raises(AssertionError, match="nothing of kind"):
+        find_fault(trial, kind, *words, seeds=seeds)
