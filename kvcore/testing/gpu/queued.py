@@ -234,8 +234,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _is_composite(func: Any) -> bool:
     """Return True if an operation consists of others, among them perhaps only views."""
-    kind = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind))  # type: ignore[attr-defined]
+    kind = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind))
 
 
 def _each(change: Callable[[Tensor], Any], found: Any) -> Any:
