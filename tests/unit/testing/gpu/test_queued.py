@@ -63,7 +63,7 @@ def program(steps: list[tuple[str, int, int]]) -> list[Tensor]:
     return held
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 2), st.integers(0, 2)), max_size=12
