@@ -59,16 +59,14 @@ class Allocator:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` of memory for the calling thread's stream, with unspecified content."""
         machine = self._machine
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
         with machine.lock:
             stream = machine.current_stream()
             block = self._again(stream, nbytes) or self._new(stream, nbytes)
             block.region.name = name = f"device memory that was allocated at {call_site()}"
             block.region.place = lambda offset: f"{name}, byte {offset}"
-            owner = self._bytes(block.region.start, nbytes)
+            owner = self._bytes(block.region.start, max(nbytes, 1))
             weakref.finalize(owner, self._dropped.append, block).atexit = False
-            return torch.from_numpy(owner)
+            return torch.from_numpy(owner)[:nbytes]
 
     def hold(self, tensor: torch.Tensor, stream: StreamQueue) -> None:
         """Do not give the memory out again before the stream's work so far has ended."""
@@ -85,7 +83,7 @@ class Allocator:
         returned as it is.
         """
         if not tensor.numel():
-            return tensor
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         reach = sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
         nbytes = (reach + 1) * tensor.itemsize
         with self._machine.lock:
@@ -118,7 +116,7 @@ class Allocator:
         return block
 
     def _new(self, stream: StreamQueue, nbytes: int) -> _Block:
-        size = -(-nbytes // _ROUND) * _ROUND
+        size = max(-(-nbytes // _ROUND), 1) * _ROUND
         if size > self._room:
             slab = np.full(max(_SLAB, size) + _ROUND, _GARBAGE, dtype=np.uint8)
             skip = -slab.ctypes.data % _ROUND

@@ -73,9 +73,11 @@ class _Queue:
 
     def on_device(self, tensor: Tensor) -> bool:
         """Return True if a tensor has memory, and that of the device."""
-        if tensor.is_meta or not tensor.numel():
+        if tensor.is_meta:
             return False
-        region = self.machine.memory.at(tensor.data_ptr())
+        # An empty view has no address of its own.
+        holder = tensor if tensor.numel() else tensor.untyped_storage()
+        region = self.machine.memory.at(holder.data_ptr())
         return region is not None and not region.is_host
 
     def wait(self, what: str, read: list[Tensor]) -> None:
@@ -92,10 +94,9 @@ class _Queue:
 
     def empty(self, like: Tensor) -> Tensor:
         """Return memory of the device with the shape, strides and dtype of a tensor."""
-        if not like.numel():
-            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
         reach = sum(step * (n - 1) for step, n in zip(like.stride(), like.shape, strict=True))
-        flat = self.machine.allocator.allocate((reach + 1) * like.itemsize)
+        items = reach + 1 if like.numel() else 0
+        flat = self.machine.allocator.allocate(items * like.itemsize)
         return flat.view(like.dtype).as_strided(like.shape, like.stride())
 
     def launch(
@@ -234,8 +235,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _is_composite(func: Any) -> bool:
     """Return True if an operation consists of others, among them perhaps only views."""
-    kind = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind))  # type: ignore[attr-defined]
+    kind = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), kind))
 
 
 def _each(change: Callable[[Tensor], Any], found: Any) -> Any:

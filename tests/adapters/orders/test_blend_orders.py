@@ -54,6 +54,28 @@ def blend(machine: Machine, seed: int, *, depth: int = 2, **books: Any) -> int:
     return leader.count
 
 
+def blend_alone(machine: Machine, seed: int, *, declines: bool = False) -> None:
+    """Make blends one after the other, as in steps that the host does not wait for."""
+    rank = BlendRank(machine, pages=16, limits=WorkerLimits(copy_threads=2))
+    blends = blends_of(rank, seed)
+    layers = blends._layers
+    assert isinstance(layers, ToyLayers)
+    try:
+        with queued_torch(machine) as at_once:
+            leader = BlendBooks(rank, seed, blends, at_once, share=1.0, failing=0.0)
+            for _ in range(3):
+                rank.replay({}, {})
+                orders = leader.plan().blends
+                if declines:
+                    layers.failing.update((order.request_id, -1) for order in orders)
+                blends.begin(orders)
+                bad = blends.run(lambda layer: None)
+                assert bool(bad) is (declines and bool(orders))
+    finally:
+        machine.finish()
+        rank.worker.close(timeout=5)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_blend_writes_what_it_writes_without_streams(seed: int) -> None:
     with installed(Machine(seed, index=1)) as machine:
@@ -84,10 +106,14 @@ def test_a_blend_is_timed_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> Non
 # -- mistakes, each put back once ------------------------------------------------------------
 
 
+def test_blends_one_after_the_other_are_in_order() -> None:
+    expect_none(blend_alone, "race", seeds=3)
+
+
 def test_a_layer_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compute stream does not wait for the chunks' copies of a layer."""
     monkeypatch.setattr(KVWorker, "wait_layer", lambda worker, graph_id, layer: None)
-    message = find_fault(blend, "race", "fusion/staging.py")
+    message = find_fault(blend_alone, "race", "fusion/staging.py")
     assert "written by a copy of layers" in message
     assert "read by a copy of layers" in message  # from the staging to the positions
 
@@ -97,7 +123,7 @@ def test_a_wait_for_the_layer_before_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         KVWorker, "wait_layer", lambda worker, graph_id, layer: wait(worker, graph_id, layer - 1)
     )
-    find_fault(blend, "race", "fusion/staging.py", "a copy of layers")
+    find_fault(blend_alone, "race", "fusion/staging.py", "a copy of layers")
 
 
 def test_an_exact_prefix_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +138,7 @@ def test_staging_that_the_next_blend_takes_too_early_is_found(
 ) -> None:
     """The next chunks are copied over staging that queued work of a blend still reads."""
     monkeypatch.setattr(CopyStreams, "free", lambda streams: None)
-    find_fault(blend, "race", "fusion/staging.py", "written by a copy of layers")
+    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
 
 
 def test_staging_that_is_released_before_the_last_layer_is_found(
@@ -129,10 +155,7 @@ def test_staging_that_is_released_before_the_last_layer_is_found(
     monkeypatch.setattr(KVWorker, "wait_layer", early)
     monkeypatch.setattr(KVWorker, "release", lambda worker, graph_id: None)
 
-    def trial(machine: Machine, seed: int) -> None:
-        blend(machine, seed, failing=0.0, share=1.0)
-
-    find_fault(trial, "race", "fusion/staging.py", "written by a copy of layers")
+    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
 
 
 def test_staging_from_the_memory_of_the_running_step_is_found(
@@ -140,7 +163,7 @@ def test_staging_from_the_memory_of_the_running_step_is_found(
 ) -> None:
     """Its memory was the step's just now, and the copies do not wait for the step."""
     monkeypatch.setattr(CopyStreams, "allocating", lambda streams: contextlib.nullcontext())
-    find_fault(blend, "race", "fusion/staging.py", "written by a copy of layers")
+    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
 
 
 def test_chunks_of_a_declined_blend_that_are_not_waited_for_are_found(
@@ -154,21 +177,7 @@ def test_chunks_of_a_declined_blend_that_are_not_waited_for_are_found(
         worker._stream.free()
 
     def trial(machine: Machine, seed: int) -> None:
-        rank = BlendRank(machine, pages=16, limits=WorkerLimits(copy_threads=2))
-        blends = blends_of(rank, seed)
-        layers = blends._layers
-        assert isinstance(layers, ToyLayers)
-        try:
-            with queued_torch(machine) as at_once:
-                leader = BlendBooks(rank, seed, blends, at_once, share=1.0)
-                for _ in range(3):
-                    orders = leader.plan().blends
-                    layers.failing.update((order.request_id, -1) for order in orders)
-                    blends.begin(orders)
-                    assert blends.run(lambda layer: None) or not orders
-        finally:
-            machine.finish()
-            rank.worker.close(timeout=5)
+        blend_alone(machine, seed, declines=True)
 
     expect_none(trial, "race", seeds=3)
     monkeypatch.setattr(KVWorker, "release", release)
