@@ -54,7 +54,7 @@ def plan_of(connector: KVCoreConnector) -> StepPlan:
 @pytest.mark.parametrize(
     ("inside", "call", "answer"),
     [
-        ("_hash", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
+        ("_offer", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
         ("update_connector_output", lambda c, r: c.update_connector_output(NOTHING), None),
         ("request_finished", lambda c, r: c.request_finished(r, [1]), (False, None)),
         ("take_events", lambda c, r: list(c.take_events()), []),
