@@ -22,6 +22,7 @@ APART = (
     "fusion_quality",
     "fusion_gate",
     "blend_host",
+    "blend_ranks",
     "kernels",
     "server",
     "step_cost",

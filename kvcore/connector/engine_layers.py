@@ -19,6 +19,7 @@ from kvcore.connector.fusion_worker import EngineLayers
 from kvcore.errors import UnsupportedError
 
 __all__ = [
+    "Agreement",
     "TensorParallelLayers",
     "check_architecture",
     "check_arguments",
@@ -79,16 +80,27 @@ def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") ->
             raise UnsupportedError(f"fusion is not served for {what} {name}")
 
 
-def agree_over(distributed: Any, well: bool) -> bool:
-    """Return True if ``well`` is true on every tensor-parallel rank. A collective.
+class Agreement:
+    """The agreement of an engine's tensor-parallel ranks. For the model's thread only.
 
     ``distributed`` is that of `TensorParallelLayers`.
     """
-    if distributed is None:
-        return well
-    ailing = torch.tensor([int(not well)])  # on the CPU: no device waits
-    torch.distributed.all_reduce(ailing, group=distributed.get_tp_group().cpu_group)
-    return not ailing.item()
+
+    def __init__(self, distributed: Any) -> None:
+        self._distributed = distributed
+        # Gloo's thread lets go of a tensor late, and needs the interpreter to free it. So there is
+        # one for all agreements. It may change in and outside of inference mode.
+        with torch.inference_mode(False):
+            self._ailing = torch.zeros(1, dtype=torch.int64)  # on the CPU: no device waits
+        self._number = self._ailing.numpy()
+
+    def __call__(self, well: bool) -> bool:
+        """Return True if ``well`` is true on every rank. A collective."""
+        if self._distributed is None:
+            return well
+        self._number[0] = not well
+        torch.distributed.all_reduce(self._ailing, group=self._distributed.get_tp_group().cpu_group)
+        return not self._number[0]
 
 
 class TensorParallelLayers(EngineLayers):
@@ -101,6 +113,7 @@ class TensorParallelLayers(EngineLayers):
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
+        self._agreement = Agreement(distributed)
         self.collective = distributed is not None
 
     def reduce(self, scores: Tensor) -> Tensor:
@@ -110,4 +123,4 @@ class TensorParallelLayers(EngineLayers):
         return summed
 
     def agree(self, well: bool) -> bool:
-        return agree_over(self._distributed, well)
+        return self._agreement(well)

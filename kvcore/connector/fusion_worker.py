@@ -91,6 +91,7 @@ class _Ready(NamedTuple):
 
     job: BlendJob
     placed: PlacedChunks
+    clock: BlendClock
 
 
 def _well(well: bool) -> bool:
@@ -106,22 +107,33 @@ class _Meetings:
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
         self._agree = agree
-        self._met: set[str] = set()
+        self._met: list[BlendOrder] = []  # kept, so that no other order gets the id of one
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Begin a step, or end it."""
         self._met.clear()
 
     def agree(self, order: BlendOrder, well: bool) -> bool:
         """Return True if every rank can carry out the order. A collective."""
-        self._met.add(order.request_id)
+        self.note([order])
         return self._agree(well)
+
+    def note(self, orders: Iterable[BlendOrder]) -> None:
+        """Take note that this rank meets the others for these orders."""
+        self._met += orders
+
+    def left(self, orders: Iterable[BlendOrder]) -> list[BlendOrder]:
+        """Return the orders for which this rank has not met the others.
+
+        A request may have another order in a later step, so orders are told apart as objects.
+        """
+        met = {id(order) for order in self._met}
+        return [order for order in orders if id(order) not in met]
 
     def decline(self, orders: Iterable[BlendOrder]) -> None:
         """Tell the other ranks that this one cannot carry out those orders that are left."""
-        for order in orders:
-            if order.request_id not in self._met:
-                self.agree(order, well=False)
+        for order in self.left(orders):
+            self.agree(order, well=False)
 
 
 class RefusingFusionWorker:
@@ -144,7 +156,7 @@ class RefusingFusionWorker:
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
         """Return the pages of every order: none was filled. A collective."""
-        self.decline(self._orders)
+        self._meetings.decline(self._orders)
         return [page for order in self._orders for page in pages_made(order, self._page_tokens)]
 
     def take_reports(self) -> list[BlendReport]:
@@ -161,8 +173,9 @@ class RefusingFusionWorker:
         return []
 
     def decline(self, orders: Iterable[BlendOrder]) -> None:
-        """Tell the other ranks that this one does not blend. A collective."""
+        """Tell the other ranks that this one does not blend. A collective; ends the step."""
         self._meetings.decline(orders)
+        self._meetings.begin()
 
 
 class FusionWorker:
@@ -227,7 +240,7 @@ class FusionWorker:
         try:
             with self._worker.allocating():
                 return ChunkStaging(self._shape, max(order.blocks, 1), self._device)
-        except (RuntimeError, MemoryError) as error:  # what torch raises on a device, and on a CPU
+        except Exception as error:  # noqa: BLE001 - told to the other ranks
             _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
             return None
 
@@ -251,9 +264,10 @@ class FusionWorker:
         """Tell the other ranks that this one does not carry out the rest of a step's orders.
 
         For a rank whose other parts have failed: it still has to meet the others, once for each
-        order. A collective.
+        order. A collective; ends the step.
         """
         self._meetings.decline(orders)
+        self._meetings.begin()
 
     @torch.inference_mode()
     def _done(
@@ -264,15 +278,15 @@ class FusionWorker:
         Layers are collectives, so either all ranks run them or none.
         """
         with ExitStack() as block:
-            clock = BlendClock(self._worker.device)
-            ready = self._ready(order, staging, landed, clock, block)
+            ready = self._ready(order, staging, landed, block)
             if not self._meetings.agree(order, ready is not None) or ready is None:
                 return False
             budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
             try:
-                outcome = self._fusor.blend(*ready, self._selector, budget, self._gate)
+                job, placed, clock = ready
+                outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
                 clock.stop()
-                self._report(order, ready.job, outcome, clock)
+                self._report(order, job, outcome, clock)
             except RankLostError:
                 _log.exception("this rank is out of step with the others: the engine must end")
                 raise
@@ -286,7 +300,6 @@ class FusionWorker:
         order: BlendOrder,
         staging: ChunkStaging | None,
         landed: Callable[[int], None],
-        clock: BlendClock,
         block: ExitStack,
     ) -> _Ready | None:
         """Allocate all that a blend needs, and serve its request until ``block`` is left.
@@ -296,13 +309,14 @@ class FusionWorker:
         if staging is None:
             return None
         try:
+            clock = BlendClock(self._worker.device)
             job = _job(order, self._device)
             placed = self._placed(order, job, staging, landed, clock)
             block.enter_context(self._layers.serving(self._served(order)))
         except Exception:  # noqa: BLE001 - told to the other ranks
             _log.exception("blend cannot begin, computing instead request=%s", order.request_id)
             return None
-        return _Ready(job, placed)
+        return _Ready(job, placed, clock)
 
     def take_reports(self) -> list[BlendReport]:
         """Return and forget the results of the blends since the last call."""
@@ -487,9 +501,10 @@ class PromisedFusionWorker(FusionWorker):
         """Make the KV of every order. Blocks.
 
         ``arrived`` waits for the chunks of an order and returns True if all are there. Raises
-        TransferError if the layers cannot be run at all.
+        TransferError, on every rank, if the layers cannot be run at all.
         """
         orders, self._orders = self._orders, []
+        self._meetings.note(order for order, _ in orders)
         try:
             for order, staging in orders:
                 self._carry_out(order, staging if self._there(order, arrived) else None)
@@ -497,6 +512,17 @@ class PromisedFusionWorker(FusionWorker):
             for order, _ in orders:
                 for chunk in order.chunks:
                     self._worker.release(chunk.graph.graph_id)
+
+    def decline(self, orders: Iterable[BlendOrder]) -> None:
+        """Tell the other ranks that this one carries out none of a step's orders.
+
+        They make no blend of the step then: it fails on every rank. Does nothing after `carry_out`,
+        in which the ranks meet in any case. A collective; ends the step.
+        """
+        if self._meetings.left(orders):
+            self._layers.agree(False)  # the first order's chunks have not arrived
+            self._layers.agree(False)  # and it cannot be computed
+        self._meetings.begin()
 
     def _there(self, order: BlendOrder, arrived: Callable[[BlendOrder], bool]) -> bool:
         try:

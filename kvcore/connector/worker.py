@@ -101,6 +101,11 @@ class Load(Generic[_R]):
         return found
 
 
+def chunks_of(orders: Iterable[BlendOrder]) -> list[TransferGraph]:
+    """Return the graphs that load the chunks of blends."""
+    return [chunk.graph for order in orders for chunk in order.chunks]
+
+
 class StepWorker(Generic[_R]):
     """One rank's worker, driven by the steps of an engine.
 
@@ -125,7 +130,9 @@ class StepWorker(Generic[_R]):
         self._lock = threading.RLock()
         self._loads: dict[int, Load[_R]] = {}
         self._chunks: dict[int, Load[_R]] = {}  # by graph, until `_arrived` is called for the order
+        self._todo: dict[int, TransferGraph] = {}  # work that was taken on and not begun
         self._lost: set[str] = set()  # requests whose chunks did not arrive
+        self._abandoned = False
         self._reports: list[OpReport] = []
 
     # -- work -------------------------------------------------------------------------------
@@ -170,8 +177,25 @@ class StepWorker(Generic[_R]):
                 load.after = after = load.after or after
         refused = self._worker.submit(graph, wave=wave, after=after)
         with self._lock:
+            self._todo.pop(graph.graph_id, None)
             for report in refused:
                 self._take(report)
+
+    def take_on(self, graphs: Iterable[TransferGraph], orders: Iterable[BlendOrder] = ()) -> None:
+        """Take note of graphs and blends that are to be begun. Call before anything can fail."""
+        taken = [*graphs, *chunks_of(orders)]
+        self._todo.update((graph.graph_id, graph) for graph in taken)
+
+    def refuse_rest(
+        self, orders: Sequence[BlendOrder] | None = None, error: RowError = RowError.REFUSED
+    ) -> None:
+        """Report what was taken on and not begun as failed by ``error``.
+
+        If ``orders`` are given, only their chunks. By the default error the leader learns that this
+        rank does no more work, and stops.
+        """
+        rest = self._todo.values() if orders is None else chunks_of(orders)
+        self._refuse([graph for graph in rest if graph.graph_id in self._todo], error)
 
     def _expect(self, graph: TransferGraph, request_id: _R | None = None) -> Load[_R]:
         """Treat the reports of ``graph`` as those of a load. Call before `_submit`.
@@ -196,16 +220,27 @@ class StepWorker(Generic[_R]):
         return self._worker.wait_idle(timeout)
 
     def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
-        """Cancel graphs because of an error, and `quiesce`. Uses none of this object's books."""
+        """Cancel graphs because of an error, repeat no load any more, and `quiesce`."""
+        with self._lock:  # a load that is being repeated is submitted by now, or never
+            self._abandoned = True
+            graph_ids = list(graph_ids)
         for graph_id in graph_ids:
             self._worker.cancel(graph_id)
         return self.quiesce(timeout)
 
-    def _refuse(self, graphs: Iterable[TransferGraph]) -> None:
-        """Report graphs as failed instead of starting them."""
+    def open_loads(self) -> list[int]:
+        """Return the graphs of the loads and chunks whose reports are not final."""
+        with self._lock:
+            return list(self._loads)
+
+    def _refuse(self, graphs: Iterable[TransferGraph], error: RowError = RowError.UPSTREAM) -> None:
+        """Report graphs as failed for good instead of starting them."""
         with self._lock:
             for graph in graphs:
-                for report in refuse(graph, RowError.UPSTREAM):
+                self._todo.pop(graph.graph_id, None)
+                if (load := self._loads.get(graph.graph_id)) is not None:
+                    load.cancelled = True
+                for report in refuse(graph, error):
                     self._take(report)
 
     def _wait_layer(self, loads: Sequence[Load[_R]], layer: int) -> None:
@@ -252,6 +287,7 @@ class StepWorker(Generic[_R]):
                 for chunk in order.chunks:
                     load: Load[_R] = Load(chunk.graph)
                     self._loads[load.graph_id] = self._chunks[load.graph_id] = load
+                    self._todo.pop(load.graph_id, None)
         refused = blends.begin(orders)
         with self._lock:
             for report in refused:
@@ -289,7 +325,7 @@ class StepWorker(Generic[_R]):
             for report in self._blends.take_reports()
         ]
 
-    def decline_blends(self, orders: Iterable[BlendOrder]) -> None:
+    def decline_blends(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one makes no more of a step's blends. A collective."""
         self._blends.decline(orders)
 
@@ -325,7 +361,7 @@ class StepWorker(Generic[_R]):
             self._reports.append(report)
             return
         load.take(report)
-        if load.may_retry:
+        if load.may_retry and not self._abandoned:
             if load.left:
                 return
             if load.failed:

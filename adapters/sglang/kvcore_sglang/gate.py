@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_policy import is_prefill
+from kvcore.connector.rank_guard import RankGuard
 from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.worker import WorkerConnector
@@ -21,10 +22,14 @@ class LayerGate:
     not ``layerwise``, a batch waits for all of its loads before its forward. Blends are made when
     their batch starts to run, on the forward's thread and stream. Without a ``worker`` every method
     returns at once.
+
+    No error of kvcore passes the gate. After one, this rank loads and blends no more: every batch
+    that has something to load fails, and its requests are computed.
     """
 
     def __init__(self, worker: WorkerConnector | None, *, layers: int, layerwise: bool) -> None:
         self._worker = worker
+        self._rank = None if worker is None else RankGuard(worker, worker.open_loads)
         self._layerwise = layerwise
         self._batches: dict[int, list[int]] = {}
         self._orders: dict[int, Sequence[BlendOrder]] = {}
@@ -33,32 +38,56 @@ class LayerGate:
         self.num_layers = layers
         self.consumer_index = -1
 
+    @property
+    def stopped(self) -> str:
+        """Why this rank loads and blends no more; empty if it does."""
+        return "" if self._rank is None else self._rank.stopped
+
     def start(self, graphs: Sequence[TransferGraph], orders: Sequence[BlendOrder] = ()) -> int:
         """Start the loads of a batch; return its index, or -1 if it has no loads and no blends."""
-        if self._worker is None or not (graphs or orders):
+        worker, rank = self._worker, self._rank
+        if worker is None or rank is None or not (graphs or orders):
             return -1
         self._count += 1
         if orders:
             self._orders[self._count] = orders
         self._batches[self._count] = [graph.graph_id for graph in graphs]
-        self._worker.start_loads(graphs)
+        worker.take_on(graphs)
+        rank.run("start_layer_wise_loading", lambda: worker.start_loads(graphs), None)
+        if rank.stopped:
+            worker.refuse_rest()
         return self._count
 
     def set_consumer(self, index: int) -> None:
-        """Let batch ``index`` run: make its blends, and wait for its loads unless layerwise."""
+        """Let batch ``index`` run: make its blends, and wait for its loads unless layerwise.
+
+        A collective if the batch has blends.
+        """
         self.consumer_index = index
-        if not self._layerwise:
-            self.wait_until(0)  # the load is then one copy of all layers
-        orders = self._orders.pop(index, None)
-        if (
-            orders is not None
-            and self._worker is not None
-            and not self._worker.blend(orders, self.wait_until)
-        ):
+        worker, rank = self._worker, self._rank
+        if worker is None or rank is None:
+            return
+        orders = self._orders.pop(index, ())
+
+        def begin() -> bool:
+            if not self._layerwise:
+                self._wait_until(0)  # the load is then one copy of all layers
+            return not orders or worker.blend(orders, self._wait_until)
+
+        rank.expect(orders)
+        worker.take_on((), orders)
+        if not rank.run("set_consumer", begin, False):
             self._unblended.add(index)
+        rank.meet()
+        if rank.stopped:
+            worker.refuse_rest()
 
     def wait_until(self, layer: int) -> None:
         """Let the current stream wait for the running batch's loads of layers up to ``layer``."""
+        if self._rank is not None:
+            self._rank.run("wait_until", lambda: self._wait_until(layer), None)
+
+    def _wait_until(self, layer: int) -> None:
         graph_ids = self._batches.get(self.consumer_index)
         if graph_ids and self._worker is not None:
             self._worker.wait_layer(graph_ids, layer)
@@ -76,10 +105,16 @@ class LayerGate:
 
     def finish(self, index: int) -> bool:
         """Block until a batch's loads have ended; return True if all of its KV is right."""
+        known = index in self._batches
         graph_ids = self._batches.pop(index, None)
-        landed = not graph_ids or self._worker is None or self._worker.finish(graph_ids)
         made = index not in self._unblended and self._orders.pop(index, None) is None
         self._unblended.discard(index)
+        worker, rank = self._worker, self._rank
+        if not known or worker is None or rank is None:
+            return made
+        landed = rank.run(
+            "finish_layer_wise_loading", lambda: not graph_ids or worker.finish(graph_ids), False
+        )
         return landed and made
 
     def reset(self) -> None:

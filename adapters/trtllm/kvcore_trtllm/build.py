@@ -99,7 +99,7 @@ def agree_on_fusion(
     reasons = allgather(why) if ranks > 1 else [why]
     if reason := next(filter(None, reasons), b"").decode():
         _log.warning("exact prefixes only: %s", reason)
-        side.blends, side.no_fusion = None, reason
+        side.refuse_blends(reason)
 
 
 def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerConnector:

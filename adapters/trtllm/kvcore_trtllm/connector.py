@@ -154,7 +154,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
                 self._side.begin(metadata.plan())
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Let ``stream`` wait for the loads of a layer. Raises TransferError if one has failed."""
+        """Let ``stream`` wait for the loads of a layer. See `WorkerConnector.wait_for_layer`."""
         if self._side is not None:
             with self._side.on(stream):
                 self._side.wait_for_layer(layer_idx)

@@ -12,18 +12,19 @@ any op is open, get_finished gathers the reports of all ranks. The engine calls 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvcore.connector.fusion_messages import BlendReport
-from kvcore.connector.fusion_worker import PromisedFusionWorker
+from kvcore.connector.fusion_worker import PromisedFusionWorker, RefusingFusionWorker
 from kvcore.connector.messages import StepReport
+from kvcore.connector.rank_guard import RankGuard
 from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
 from kvcore.errors import RankLostError, TransferError
 from kvcore.memory.device import Event, Stream
 from kvcore.telemetry.metrics import Data
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, StepPlan
 
@@ -91,9 +92,9 @@ class WorkerConnector(StepWorker[int]):
         blends: PromisedFusionWorker | None = None,
         no_fusion: str = "",
     ) -> None:
-        super().__init__(parts)
-        self.blends = blends
+        super().__init__(parts, blends)
         self.no_fusion = no_fusion
+        self._rank = RankGuard(self, self.open_loads)
         self.on_blends: Callable[[list[BlendReport]], None] | None = None
         self.listener: Listener | None = None
         self._tally = tally
@@ -138,48 +139,64 @@ class WorkerConnector(StepWorker[int]):
         """Start the work that precedes this step's forward, and carry out its blends.
 
         What the step does waits for fences, and for sync loads unless they are waited for layer by
-        layer. Blocks the host while blends are launched.
-        Raises TransferError if a sync load that it waits for has finally failed.
+        layer. Blocks the host while blends are launched. A collective if there are blends.
+
+        The engine would leave the other ranks alone with the forward if this raised. So whatever
+        fails here fails the step, in `end_forward`. After an error of kvcore this rank does no more
+        work: it refuses what it is given, and the leader stops.
         """
         self._drop_late_saves()  # left over if the last forward failed
+        self._sync.clear()
         self._plan, self._in_step, self._worked = plan, True, True
         self._waited.clear()
+        self._loaded.update(plan.lost_loads)
+        self._take_on(plan)
+        self._rank.expect(plan.blends)
+        self._rank.run("start_load_kv", lambda: self._start(plan), None)
+        self._rank.meet()
+        if self._rank.stopped:
+            self._refuse_plan(plan)
+
+    def _take_on(self, plan: StepPlan) -> None:
+        """Expect the reports of all graphs of a plan, as all ranks do."""
+        saves = [*plan.early_saves, *plan.late_saves]
+        loads = [*plan.sync_loads, *(graph for _, graph in plan.async_loads)]
+        graphs = [*(graph for _, graph in saves), *loads, *plan.spills]
+        self.take_on(graphs, plan.blends)
+        for graph in self._todo.values():
+            self._tally.expect(graph)
+        for request_id, graph in saves:
+            self._saving.setdefault(request_id, set()).add(graph.graph_id)
+            self._saver[graph.graph_id] = request_id
+        self._sync += [self._expect(graph) for graph in plan.sync_loads]
+        for request_id, graph in plan.async_loads:
+            self._expect(graph, request_id)
+
+    def _start(self, plan: StepPlan) -> None:
         self._tend_tiers(plan)
-        for request_id, graph in plan.early_saves:
-            self._expect_save(request_id, graph)
+        for _, graph in plan.early_saves:
             self._submit(graph)
         self._cancel(plan.cancel)
         for graph_id in plan.fence:
             self._pass(graph_id)
-        for request_id, graph in plan.late_saves:
-            self._expect_save(request_id, graph)
-        for graph in plan.sync_loads:
-            self._sync.append(self._load(graph))
-        for request_id, graph in plan.async_loads:
-            self._load(graph, request_id)
-        self._loaded.update(plan.lost_loads)
-        for graph in plan.spills:
-            self.start(graph)
+        for graph in (*plan.sync_loads, *(graph for _, graph in plan.async_loads), *plan.spills):
+            self._submit(graph)
         if plan.blends or not self._layerwise:
-            self._require_loads()
+            self._follow_loads()
         if plan.blends:
             self._blend(plan)
+
+    def _refuse_plan(self, plan: StepPlan) -> None:
+        """Refuse the work of a plan that was not begun, and break the step if it counts on that."""
+        plan.late_saves = []
+        self.refuse_rest()
+        if plan.sync_loads or plan.blends:
+            plan.broken = plan.broken or f"kvcore stands aside on a rank: {self._rank.stopped}"
 
     def start(self, graph: TransferGraph) -> None:
         """Start a graph that touches none of the engine's pages. Call on all ranks."""
         self._tally.expect(graph)
         self._submit(graph)
-
-    def _expect_save(self, request_id: int, graph: TransferGraph) -> None:
-        self._tally.expect(graph)
-        self._saving.setdefault(request_id, set()).add(graph.graph_id)
-        self._saver[graph.graph_id] = request_id
-
-    def _load(self, graph: TransferGraph, request_id: int | None = None) -> Load[int]:
-        self._tally.expect(graph)
-        load = self._expect(graph, request_id)
-        self._submit(graph)
-        return load
 
     def _drop_late_saves(self) -> None:
         saves, self._plan.late_saves = self._plan.late_saves, []
@@ -187,55 +204,74 @@ class WorkerConnector(StepWorker[int]):
 
     # -- blends -----------------------------------------------------------------------------
 
+    @property
+    def blends(self) -> PromisedFusionWorker | None:
+        """What carries out blends; None if there is no fusion."""
+        return self._blends if isinstance(self._blends, PromisedFusionWorker) else None
+
+    def refuse_blends(self, why: str) -> None:
+        """Make no blends on this rank, because another one cannot. Call before the first step."""
+        self._blends, self.no_fusion = RefusingFusionWorker(1), why
+
     def _blend(self, plan: StepPlan) -> None:
         """Carry out the step's blends. Blocks. If one cannot be made, the whole step fails."""
-        if self.blends is None:
+        blends = self.blends
+        if blends is None:
             plan.broken = plan.broken or f"a blend was promised: {self.no_fusion}"
-            return
-        for order in plan.blends:
-            for chunk in order.chunks:
-                self._tally.expect(chunk.graph)
-        self._begin_blends(self.blends, plan.blends)
-        try:
-            self.blends.carry_out(self._arrived)
-        except RankLostError:
-            raise
-        except TransferError as error:
-            plan.broken = plan.broken or str(error)
-        self._chunks.clear()
-        reports = self.blends.take_reports()
-        if self.on_blends is not None:
-            self.on_blends(reports)
+        elif plan.broken:  # on this rank perhaps only
+            self.decline_blends(plan.blends)
+        else:
+            self._begin_blends(blends, plan.blends)
+            try:
+                blends.carry_out(self._arrived)
+            except RankLostError:
+                raise
+            except TransferError as error:
+                plan.broken = str(error)
+            self._chunks.clear()
+            reports = blends.take_reports()
+            if self.on_blends is not None:
+                self.on_blends(reports)
+        self.refuse_rest(plan.blends, RowError.UPSTREAM)
 
     # -- sync loads -------------------------------------------------------------------------
 
     def wait_for_layer(self, layer: int) -> None:
         """Let the forward wait until every sync load has copied ``layer``.
 
-        Raises TransferError if a load has finally failed: the engine then fails the step's
-        requests.
+        If a load has finally failed, the forward goes on, because it is a collective, and
+        `end_forward` fails the step.
         """
         self._waited.add(layer)
-        self._wait_layer(self._sync, layer)
-        for load in self._sync:
-            if load.failed:  # a later layer's copy perhaps, which may still be repeated
-                self._settle(load)
-            self._require(load)
 
-    def _require_loads(self) -> None:
-        """Follow every sync load. Raises TransferError if one has finally failed."""
+        def wait() -> None:
+            self._wait_layer(self._sync, layer)
+            for load in self._sync:
+                if load.failed:  # a later layer's copy perhaps, which may still be repeated
+                    self._settle(load)
+
+        if self._sync and not self._plan.broken:
+            self._rank.run("wait_for_layer_load", wait, None)
+            if self._rank.stopped:
+                self._refuse_plan(self._plan)
+            self._plan.broken = self._plan.broken or self._failure(self._sync)
+
+    def _follow_loads(self) -> None:
+        """Follow every sync load. If one has finally failed, the step is broken."""
         self._wait_loads(self._sync)
-        for load in self._sync:
-            self._require(load)
+        self._plan.broken = self._plan.broken or self._failure(self._sync)
 
-    def _require(self, load: Load[int]) -> None:
-        """Raise TransferError if ``load`` has failed in its last attempt."""
-        if load.failed:
-            raise TransferError(
-                f"KV in host memory could not be copied to the device in {ATTEMPTS} attempts: "
-                f"{[report.failed for report in load.reports if report.failed][:1]}; the step's "
-                "requests fail, because a wrong answer would be worse"
-            )
+    @staticmethod
+    def _failure(loads: Sequence[Load[int]]) -> str:
+        """Return what to say if one of the loads has failed in its last attempt, else nothing."""
+        for load in loads:
+            if load.failed:
+                return (
+                    f"KV in host memory could not be copied to the device in {ATTEMPTS} attempts: "
+                    f"{[report.failed for report in load.reports if report.failed][:1]}; the "
+                    "step's requests fail, because a wrong answer would be worse"
+                )
+        return ""
 
     def _pass(self, graph_id: int) -> None:
         """Let the step's work wait until a graph no longer uses pages that it gives to others.
@@ -272,14 +308,23 @@ class WorkerConnector(StepWorker[int]):
         finally:
             self._sync.clear()
         saves, self._plan.late_saves = self._plan.late_saves, []
-        for _, graph in saves:
-            self._submit(graph)
+
+        def save() -> None:
+            for _, graph in saves:
+                self._submit(graph)
+
+        self._rank.run("wait_for_save", save, None)
+        if self._rank.stopped:
+            self.refuse_rest()
 
     def _check_step(self) -> None:
         """Raise TransferError if the step's results must not be used."""
+        if self._sync and not self._plan.broken:
+            self._rank.run("wait_for_save", self._follow_loads, None)
+            if self._rank.stopped:
+                self._refuse_plan(self._plan)
         if self._plan.broken:
             raise TransferError(self._plan.broken)
-        self._require_loads()
         if self._layerwise and self._sync and len(self._waited) < self._layers:
             raise TransferError(
                 "the engine ran its forward without calling the layers' hooks (a CUDA graph, or "
@@ -301,7 +346,7 @@ class WorkerConnector(StepWorker[int]):
         if not self._worked and (self._saves_asked or self._loads_asked):
             self._worker.wait_report(IDLE_WAIT_S)
         self._worked = False
-        self._collect()
+        self._rank.run("get_finished", self._collect, None, always=True)
         self._exchange()
         saved = sorted(i for i in self._saves_asked if not self._saving.get(i))
         loaded = sorted(self._loads_asked & self._loaded)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,7 +21,7 @@ from kvcore.connector.build import (
     scheduler_parts,
 )
 from kvcore.connector.clients import Clients
-from kvcore.connector.engine_layers import agree_over
+from kvcore.connector.engine_layers import Agreement
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_policy import FusionPolicy
 from kvcore.connector.fusion_scheduler import FusionTraits
@@ -269,7 +268,7 @@ def _hook_attention(
 
 def _refusing(vllm_config: VllmConfig, page_tokens: int) -> RefusingFusionWorker:
     """Build a fusion worker that refuses, and tells the other ranks so."""
-    return RefusingFusionWorker(page_tokens, partial(agree_over, collectives(vllm_config)))
+    return RefusingFusionWorker(page_tokens, Agreement(collectives(vllm_config)))
 
 
 def refusing_worker_connector(

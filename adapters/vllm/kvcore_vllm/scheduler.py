@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcore._util.log_limit import LogLimit
 from kvcore.config import Config
 from kvcore.connector.clients import Clients
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
@@ -34,13 +33,12 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import KVCoreError, TransferError, UnsupportedError
+from kvcore.errors import KVCoreError, TransferError
 from kvcore.manager import HOST, Event, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.ingredients import MediaIdentity
-from kvcore.model.keys import KeyChain
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import TransferGraph
@@ -52,6 +50,7 @@ from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
 from kvcore_vllm.prefix_cache import PrefixCacheAge
 from kvcore_vllm.request_identity import RequestIdentities
+from kvcore_vllm.requests import TrackedRequests
 from kvcore_vllm.tracked import Offer, Tracked
 from kvcore_vllm.unsent import failing_plan, take_saves, withdraw
 
@@ -99,11 +98,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         )
         self._in_step = in_step
         super().__init__(config, model, parts, traits)
-        self._identities = RequestIdentities(self.namespaces, media)
-        self._log_limit = LogLimit(every_s=600.0)
         self._outbox = outbox
         self._events: list[Event] = []
-        self._requests: dict[str, Tracked] = {}
+        identities = RequestIdentities(self.namespaces, media)
+        self._requests = TrackedRequests(identities, self._block, self._fusion)
         self._due = DueRequests()
         self._decode_run = decode_run(self._block, model.single_group)
         self._plan = StepPlan(open_tiers=open_tiers)
@@ -125,7 +123,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
         The number is None if vLLM must ask again in a later step.
         """
-        tracked = self._track(request)
+        tracked = None if self.disabled else self._requests.track(request)
         if tracked is None:
             return 0, False
         tracked.offer = tracked.count_miss = None
@@ -133,7 +131,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             tracked.may_save = False  # it goes on from KV of earlier weights
         if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
-        self._hash(tracked)
+        tracked.make_keys()
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
         tracked.new = False
@@ -375,11 +373,11 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         plan.fence = self._fences(plan, output)
         if self._fusion is not None:
             page_tokens = self._model.groups[0].page_tokens
-            limit_reading(plan.blends, output, page_tokens, self._computed_tokens)
+            limit_reading(plan.blends, output, page_tokens, self._requests.computed_tokens)
             self._fusion.end_step()
         prefills = is_prefill(output.num_scheduled_tokens.values())
         if self._policy is not None and prefills and not plan.blends:
-            plan.timed = self._policy.time(parts_of(self._scheduled(output)))
+            plan.timed = self._policy.time(parts_of(self._requests.scheduled(output)))
         plan.empty_step = not output.num_scheduled_tokens
         metadata = KVCoreMetadata.of(plan)
         self._plan = StepPlan()
@@ -399,11 +397,6 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._number += 1
         plan.number, plan.weights = self._number, self._weights
         self._prefixes.since(self._number)
-
-    def _scheduled(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
-        """Return (tokens of this step, request) for each scheduled request."""
-        found = ((self._requests.get(name), n) for name, n in output.num_scheduled_tokens.items())
-        return [(tokens, tracked.request) for tracked, tokens in found if tracked is not None]
 
     def _save_computed(self, tracked: Tracked, output: SchedulerOutput) -> None:
         """Save the blocks that a request completes in this step, and note when it is due again.
@@ -432,10 +425,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._due.again(request.request_id, max(missing, 1))
 
     def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
-        if not self._identities.unchanged(tracked.request, tracked.chain.namespace):
-            tracked.may_save = False
+        if not self._requests.may_still_save(tracked):
             return
-        self._hash(tracked)
+        tracked.make_keys()
         blocks = min(blocks, len(tracked.chain.keys))
         tokens = None if tracked.extras else tracked.request._all_token_ids
         self._save(tracked.chain, blocks, pages, tokens, lane, known=tracked.saved_blocks)
@@ -446,10 +438,6 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         loaded, self._load_pages = self._load_pages, []
         own = {graph.graph_id for graph in plan.late_saves}
         return sorted(readers_of(self._users, output, loaded) - own)
-
-    def _computed_tokens(self, request_id: str) -> int:
-        tracked = self._requests.get(request_id)
-        return 0 if tracked is None else tracked.request.num_computed_tokens
 
     # -- a step has ended -------------------------------------------------------------------
 
@@ -566,8 +554,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _stop_running(self) -> None:
         self._end_unsent(take_saves(self._plan))  # of KV that may be of both weights
-        for tracked in self._requests.values():
-            tracked.may_load = tracked.may_save = False
+        self._requests.stop()
 
     def take_stats(self) -> Data:
         """Return the increase of the counters of all ranks and the leader since the last call."""
@@ -582,37 +569,3 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def note_event(self, event: Event) -> None:
         """Queue an event of the manager for `take_events`."""
         self._events.append(event)
-
-    # -- identity ---------------------------------------------------------------------------
-
-    def _track(self, request: Request) -> Tracked | None:
-        if self.disabled:
-            return None
-        tracked = self._requests.get(request.request_id)
-        if tracked is not None and tracked.request is request:
-            return tracked
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return None  # prompt embeddings have no token ids to make keys of
-        if request.pooling_params is not None:
-            return None
-        if request.resumable:
-            return None  # a session: vLLM adds media and drops tokens after its keys were made
-        try:
-            identity = self._identities.of(request)
-        except UnsupportedError as error:
-            if self._log_limit.admit(str(error)) is not None:
-                _log.warning("requests are answered without kvcore: %s", error)
-            return None
-        chain = KeyChain(identity.namespace, self._block)
-        tracked = Tracked(request, chain, identity.extras)
-        self._requests[request.request_id] = tracked
-        if self._fusion is not None:
-            tracked.fusing = self._fusion.track(request)
-        return tracked
-
-    def _hash(self, tracked: Tracked) -> None:
-        done = tracked.chain.num_tokens
-        if tracked.request.num_tokens > done:
-            extras = tracked.extras if done == 0 else ()
-            tokens = tracked.request._all_token_ids
-            tracked.chain.extend(tokens[done:] if done else tokens, extras)

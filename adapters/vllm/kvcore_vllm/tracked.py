@@ -78,3 +78,11 @@ class Tracked:
         """Return how many whole blocks of the first ``tokens`` have exact KV and may be saved."""
         exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
         return exact // block_tokens
+
+    def make_keys(self) -> None:
+        """Hash the tokens that the request has got since the last call into its keys."""
+        done = self.chain.num_tokens
+        if self.request.num_tokens > done:
+            extras = self.extras if done == 0 else ()
+            tokens = self.request._all_token_ids
+            self.chain.extend(tokens[done:] if done else tokens, extras)

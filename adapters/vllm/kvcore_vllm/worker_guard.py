@@ -11,25 +11,16 @@ computes what was promised, as after a load that failed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport
-from kvcore.connector.guard import Guard
+from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.messages import StepReport
-from kvcore.errors import TransferError
+from kvcore.connector.rank_guard import RankGuard
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph, UnitTable
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
 
-__all__ = ["LAND_S", "WorkerGuard"]
-
-_log = logging.getLogger("kvcore.vllm")
-_T = TypeVar("_T")
-
-LAND_S = 30.0
-"""Longest wait for copies from and to vLLM's pages after an error, in seconds."""
+__all__ = ["WorkerGuard"]
 
 
 class _Ledger:
@@ -100,36 +91,22 @@ class WorkerGuard:
     def __init__(self, worker: WorkerConnector) -> None:
         self._worker = worker
         self._ledger = _Ledger()
-        self._guard = Guard(self._stop)
-        self._orders: Sequence[BlendOrder] = ()
-        self.stopped = ""
+        self._rank = RankGuard(worker, lambda: self._ledger.open)
+        self._run = self._rank.run
 
-    def _run(self, name: str, call: Callable[[], _T], neutral: _T) -> _T:
-        return neutral if self.stopped else self._guard.run(name, call, neutral)
-
-    def _stop(self, why: str, error: BaseException) -> None:
-        """Call the worker no more.
-
-        Raises TransferError if a copy may still touch the engine's pages: vLLM must then end, as
-        it would give them to others.
-        """
-        self.stopped = why
-        _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
-        if not self._worker.abandon(self._ledger.open, LAND_S):
-            raise TransferError(f"copies of KV did not end in {LAND_S} s after {why}") from error
+    @property
+    def stopped(self) -> str:
+        return self._rank.stopped
 
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
         self._ledger.promise(plan)
-        self._orders = tuple(plan.blends)
+        self._rank.expect(plan.blends)
         self._run("handle_preemptions", lambda: self._worker.begin(plan), None)
 
     def start(self, request_ids: Sequence[str], *, layerwise: bool) -> None:
-        """Make the step's blends, before that wait for the sync loads unless ``layerwise``.
-
-        A rank that is stopped declines them, because the other ranks ask each other.
-        """
+        """Make the step's blends, before that wait for the sync loads unless ``layerwise``."""
 
         def start() -> None:
             self._worker.request_ids = request_ids
@@ -138,9 +115,7 @@ class WorkerGuard:
             self._worker.blend()
 
         self._run("start_load_kv", start, None)
-        orders, self._orders = self._orders, ()
-        if self.stopped:
-            self._worker.decline_blends(orders)
+        self._rank.meet()
 
     def wait_for_layer(self, layer_name: str) -> None:
         self._run("wait_for_layer_load", lambda: self._worker.wait_for_layer(layer_name), None)
@@ -185,4 +160,4 @@ class WorkerGuard:
         self._run("an update of weights", self._worker.weights_changed, None)
 
     def close(self) -> None:
-        self._guard.run("shutdown", self._worker.close, None)
+        self._run("shutdown", self._worker.close, None, always=True)

@@ -270,6 +270,12 @@ class Blending:
     def finish(self, graph_ids: Any) -> bool:
         return True
 
+    def take_on(self, graphs: Any, orders: Any = ()) -> None:
+        pass
+
+    def open_loads(self) -> list[int]:
+        return []
+
 
 @pytest.mark.parametrize("good", [True, False])
 def test_blends_are_made_when_their_batch_runs(good: bool) -> None:

@@ -57,5 +57,6 @@ def test_a_load_that_has_failed_for_good_fails_the_step(
     graph = load_graph(1)
     worker.begin(StepPlan(sync_loads=[graph]))
     scripted.on_wait = lambda: scripted.end(graph, ok=False)
+    worker.wait_for_layer(0)  # in the forward, which is a collective
     with pytest.raises(TransferError, match=f"in {ATTEMPTS} attempts"):
-        worker.wait_for_layer(0)
+        worker.end_forward()

@@ -11,8 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvcore_vllm.connector
-import kvcore_vllm.worker_guard
 from kvcore.config import load_config
+from kvcore.connector import rank_guard
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import RefusingFusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
@@ -54,7 +54,7 @@ def plan_of(connector: KVCoreConnector) -> StepPlan:
 @pytest.mark.parametrize(
     ("inside", "call", "answer"),
     [
-        ("_hash", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
+        ("_offer", lambda c, r: c.get_num_new_matched_tokens(r, 0), (0, False)),
         ("update_connector_output", lambda c, r: c.update_connector_output(NOTHING), None),
         ("request_finished", lambda c, r: c.request_finished(r, [1]), (False, None)),
         ("take_events", lambda c, r: list(c.take_events()), []),
@@ -309,7 +309,7 @@ def test_an_error_of_a_worker_fails_all_that_is_promised_and_nothing_twice(
 def test_vllm_ends_if_a_copy_may_still_write_to_its_pages(
     monkeypatch: pytest.MonkeyPatch, worker: WorkerConnector, scripted: ScriptedWorker
 ) -> None:
-    monkeypatch.setattr(kvcore_vllm.worker_guard, "LAND_S", 0.01)
+    monkeypatch.setattr(rank_guard, "LAND_S", 0.01)
     guard = WorkerGuard(worker)
     guard.begin(StepPlan(async_loads=[("r", load_graph(1))]))
     scripted.count_on_device = lambda: 1

@@ -1,0 +1,78 @@
+"""The guard of a rank's worker: after an error of kvcore the rank stays in step with the others.
+
+    expect(orders) ──▶ run(call) ... ──▶ meet()            once a step
+                         │ an error
+                         ▼
+    no copy touches the engine's pages any more ──▶ stopped: `run` calls nothing, and `meet` tells
+                                                    the other ranks that this one makes no blend
+
+Tensor-parallel ranks ask each other before each blend, and would wait for ever for a rank that did
+not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvcore.connector.fusion_messages import BlendOrder
+from kvcore.connector.guard import Guard
+from kvcore.connector.worker import StepWorker
+from kvcore.errors import TransferError
+
+__all__ = ["LAND_S", "RankGuard"]
+
+_log = logging.getLogger("kvcore.connector.rank_guard")
+_T = TypeVar("_T")
+
+LAND_S = 30.0
+"""Longest wait for copies from and to the engine's pages after an error, in seconds."""
+
+
+class RankGuard:
+    """Runs one rank's part of an engine's calls until one of them raises.
+
+    ``stopped`` says why calls are not made any more, and is empty before. ``open_graphs`` returns
+    the graphs that are cancelled then. Called from the model runner's thread only.
+    """
+
+    def __init__(self, worker: StepWorker[Any], open_graphs: Callable[[], Iterable[int]]) -> None:
+        self._worker = worker
+        self._open_graphs = open_graphs
+        self._guard = Guard(self._stop)
+        self._orders: Sequence[BlendOrder] = ()
+        self.stopped = ""
+
+    def run(self, name: str, call: Callable[[], _T], neutral: _T, *, always: bool = False) -> _T:
+        """Return what ``call`` returns, or ``neutral`` if it raises or the rank has stopped.
+
+        ``name`` is the engine's call, for the log. A stopped rank makes the call too if ``always``,
+        because the engine or other ranks need what it does. Raises RankLostError if ranks are out
+        of step. Raises TransferError if a copy may still touch the engine's pages after an error:
+        the engine must then end, because it would give them to others.
+        """
+        if self.stopped and not always:
+            return neutral
+        return self._guard.run(name, call, neutral)
+
+    def expect(self, orders: Iterable[BlendOrder]) -> None:
+        """Take note of the blends that the other ranks make in this step. Call before all else."""
+        self._orders = tuple(orders)
+
+    def meet(self) -> None:
+        """Decline those blends of the step that are left if the rank has stopped.
+
+        Call on every rank at the point of the step at which blends have been made. A collective on
+        a rank that has stopped.
+        """
+        orders, self._orders = self._orders, ()
+        if self.stopped:
+            self._worker.decline_blends(orders)
+
+    def _stop(self, why: str, error: BaseException) -> None:
+        if not self.stopped:
+            self.stopped = why
+            _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
+        if not self._worker.abandon(self._open_graphs(), LAND_S):
+            raise TransferError(f"copies of KV did not end in {LAND_S} s after {why}") from error
