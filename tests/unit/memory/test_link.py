@@ -247,14 +247,33 @@ def test_the_staging_is_bounded_and_reused_in_the_order_of_streams(
     assert max(batches) <= 2 * SHAPE.nbytes
     assert sum(batches) == 16 * SHAPE.nbytes
     kinds = [(kind, name) for kind, name, _ in gpu.log]
-    handover = next(what for kind, name, what in gpu.log if (kind, name) == ("record", "first"))
+    _, handover = (what for kind, name, what in gpu.log if (kind, name) == ("record", "first"))
     begin = kinds.index(("batch", "second"))
     assert ("follow", "second", handover) in gpu.log[:begin], "the second stream did not wait"
     assert ("hold", "first") in kinds
+    saves = [what for kind, _, what in gpu.log if kind == "record"]
     with first.issuing():
         ops.copy_blocks(host, np.arange(8), ours, np.arange(8), unit_tokens=32)
     assert len(gpu.allocated) == 2, "loads wait for saves"
-    assert ("follow", "first") not in kinds
+    followed = [what for kind, name, what in gpu.log if (kind, name) == ("follow", "first")]
+    assert not any(event is saves[-1] for event in followed)
+
+
+def test_a_new_staging_is_used_after_what_lay_at_its_place(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator gives out memory in the order of one stream: where it was prepared."""
+    monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes,))
+    ours, host = on_gpu(engine(SHAPE, 8, 32, "NHD")), arena(SHAPE, 8)
+    ops, engines, copies = ops_of(Way.STAGED), gpu.new_stream("engine"), gpu.new_stream("copies")
+    with engines.issuing():
+        ops.prepare(ours, host, 32)
+    allocated = [what for kind, name, what in gpu.log if (kind, name) == ("record", "engine")]
+    for ends, made in (((ours, host), allocated[0]), ((host, ours), allocated[1])):
+        del gpu.log[:]
+        with copies.issuing():
+            ops.copy_blocks(ends[0], np.arange(8), ends[1], np.arange(8), unit_tokens=32)
+        assert gpu.log[0] == ("follow", "copies", made)
 
 
 def test_less_room_gives_a_smaller_staging_and_none_an_error(
