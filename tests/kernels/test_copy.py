@@ -30,6 +30,7 @@ from kvcore_kernels.testing import (
     vllm_view,
 )
 from support.links import FakeGpu, on_gpu, served
+from support.moved_kernels import interpreted
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 
@@ -77,6 +78,7 @@ def test_between_any_engine_and_canonical_blocks(data: st.DataObject) -> None:
         check(arena, view, b, a, layers, unit, heads, ours=ours)
 
 
+@interpreted
 @given(data=st.data())
 @settings(max_examples=25)
 def test_over_the_link_by_every_way(data: st.DataObject) -> None:
@@ -105,6 +107,7 @@ def test_over_the_link_by_every_way(data: st.DataObject) -> None:
         assert_same(mine, naives)
 
 
+@interpreted
 def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     view, arena = on_gpu(slot_view(shape, 4, 16)), on_gpu(arena_view(shape, 4))
@@ -124,6 +127,7 @@ def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
         assert ("hold", "second") in [entry[:2] for entry in gpu.log]
 
 
+@interpreted
 def test_what_is_prepared_copies_nothing() -> None:
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     view, arena = slot_view(shape, 4, 16), arena_view(shape, 4)

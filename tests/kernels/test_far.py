@@ -32,7 +32,7 @@ from kvcore_kernels.planes import Words, plane_table
 from kvcore_kernels.shift.launch import Shifts, copy_shifted
 from kvcore_kernels.sums.kernel import sum_kernel
 from kvcore_kernels.testing import arena_view, normal
-from support.moved_kernels import DEVICE
+from support.moved_kernels import interpreted
 
 TOKENS, DIM = 16, 64
 PAGE = TOKENS * 2 * DIM
@@ -269,9 +269,6 @@ def test_units_beyond_32_bits(programs: int | None) -> None:
             assert memory[there] == first.tensors[0][here]
     ops.copy_blocks(crowd, far, second, order, unit_tokens=2)
     assert torch.equal(first.tensors[0], second.tensors[0])
-
-
-interpreted = pytest.mark.skipif(bool(DEVICE), reason="sets the interpreter's program number")
 
 
 def at_program(monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], of: int) -> None:

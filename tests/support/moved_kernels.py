@@ -39,6 +39,9 @@ DEVICE = os.environ.get("KERNEL_TESTS_ON", "")
 """The type of device that the kernels' tests run on; empty for the interpreter alone."""
 COMPILED = DEVICE not in ("", "cpu")
 
+interpreted = pytest.mark.skipif(bool(DEVICE), reason="needs the interpreter, and memory of its own")
+"""Marks tests of the interpreter alone: on memory that claims to be a GPU's, say."""
+
 _SPARSE = 1 << 30
 """Bytes from which memory is moved in pieces, those that were never touched left out."""
 _PIECE = 16 << 20
@@ -196,6 +199,8 @@ class Mover:
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
+            if not COMPILED:
+                raise TypeError(f"memory that only claims to be on {tensor.device}")
             return tensor
         storage = tensor.untyped_storage()
         memory = self._storages.get(storage.data_ptr())
