@@ -39,7 +39,9 @@ DEVICE = os.environ.get("KERNEL_TESTS_ON", "")
 """The type of device that the kernels' tests run on; empty for the interpreter alone."""
 COMPILED = DEVICE not in ("", "cpu")
 
-interpreted = pytest.mark.skipif(bool(DEVICE), reason="needs the interpreter, and memory of its own")
+interpreted = pytest.mark.skipif(
+    bool(DEVICE), reason="needs the interpreter, and memory of its own"
+)
 """Marks tests of the interpreter alone: on memory that claims to be a GPU's, say."""
 
 _SPARSE = 1 << 30
