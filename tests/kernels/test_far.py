@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from kvcore_kernels.planes import Words, plane_table
 from kvcore_kernels.shift.launch import Shifts, copy_shifted
 from kvcore_kernels.sums.kernel import sum_kernel
 from kvcore_kernels.testing import arena_view, normal
-from support.moved_kernels import interpreted
+from support.moved_kernels import at_program, interpreted
 
 TOKENS, DIM = 16, 64
 PAGE = TOKENS * 2 * DIM
@@ -269,19 +268,6 @@ def test_units_beyond_32_bits(programs: int | None) -> None:
             assert memory[there] == first.tensors[0][here]
     ops.copy_blocks(crowd, far, second, order, unit_tokens=2)
     assert torch.equal(first.tensors[0], second.tensors[0])
-
-
-def at_program(monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], of: int) -> None:
-    """Let the interpreter run program ``number`` of ``of`` in the place of the first."""
-    from triton.language import int32
-    from triton.runtime import interpreter
-
-    def handle(value: int) -> Any:
-        return interpreter.TensorHandle(np.array([value], np.int32), int32)
-
-    builder = interpreter.InterpreterBuilder
-    monkeypatch.setattr(builder, "create_get_program_id", lambda self, axis: handle(number[axis]))
-    monkeypatch.setattr(builder, "create_get_num_programs", lambda self, axis: handle(of))
 
 
 @interpreted

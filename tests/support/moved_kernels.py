@@ -44,6 +44,20 @@ interpreted = pytest.mark.skipif(
 )
 """Marks tests of the interpreter alone: on memory that claims to be a GPU's, say."""
 
+
+def at_program(monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], of: int) -> None:
+    """Let the interpreter run program ``number`` of ``of`` in the place of the first."""
+    from triton.language import int32
+    from triton.runtime import interpreter
+
+    def handle(value: int) -> Any:
+        return interpreter.TensorHandle(np.array([value], np.int32), int32)
+
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_get_program_id", lambda self, axis: handle(number[axis]))
+    monkeypatch.setattr(builder, "create_get_num_programs", lambda self, axis: handle(of))
+
+
 _SPARSE = 1 << 30
 """Bytes from which memory is moved in pieces, those that were never touched left out."""
 _PIECE = 16 << 20
