@@ -83,10 +83,10 @@ class _Memory:
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         self._here = torch.empty(0, dtype=torch.uint8).set_(storage)
-        self._sparse = len(self._here) > _SPARSE
+        self.sparse = len(self._here) > _SPARSE
         size = len(self._here)
         # Not `to`, which would return the same memory if the device is the CPU.
-        if not self._sparse:
+        if not self.sparse:
             self._there = torch.empty(size, dtype=torch.uint8, device=device)
         elif device.type == "cpu":  # numpy's zeros are not touched, torch's are
             self._there = torch.from_numpy(np.zeros(size, dtype=np.uint8))
@@ -105,7 +105,7 @@ class _Memory:
 
     def _used(self, *, written: bool) -> Iterator[slice]:
         """Yield what was touched here, and with ``written`` also what is not zero there."""
-        if not self._sparse:
+        if not self.sparse:
             yield slice(None)
             return
         used = _touched(self._here)
@@ -194,6 +194,11 @@ class Mover:
             return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
         return given
 
+    @property
+    def large(self) -> bool:
+        """True if it holds memory of which only a part was moved."""
+        return any(memory.sparse for memory in self._storages.values())
+
     def send(self) -> None:
         """Copy all memory to the device once more."""
         for memory in self._storages.values():
@@ -252,7 +257,11 @@ def moved(launch: Callable[..., Any], device: torch.device) -> Callable[..., Any
         with _launching():
             got = launch(*there, **named)
         mover.write_back()
-        return mover.here(got)
+        found = mover.here(got)
+        if mover.large and COMPILED:  # other processes of this run need the memory
+            del mover, there, named, got
+            torch.cuda.empty_cache()
+        return found
 
     return launched
 
