@@ -94,6 +94,15 @@ def test_what_must_equal_its_twin_divides_exactly() -> None:
     assert sorted(done.stdout.splitlines()) == sorted(f"{name} []" for name in names), done.stderr
 
 
+def test_what_is_built_where_there_is_no_gpu_exists() -> None:
+    """`make gpu` builds a sample there; a name of it that is no build's would leave it out."""
+    from kvcore_kernels.builds import shipped
+    from tools.gpu.parts.kernels import SAMPLE as NAMED
+
+    builds = [build.name for build in shipped()]
+    assert not [name for name in NAMED if not any(build.startswith(name) for build in builds)]
+
+
 def test_interpreted_kernels_are_refused_by_name() -> None:
     done = run("--target", "sm_90", "--kernel", "copy wide", interpret=True)
     assert done.returncode == 1
