@@ -155,9 +155,11 @@ def test_a_block_that_is_damaged_on_its_way_by_host_memory_fails(
     flip(folder / "shard-0.data", 5)
     with opened(path) as (_, tier):
         tier.attach_device(region)
+        region.tensor.fill_(255)
         first, second = Watched(region).read("disk", tier, wanted(blocks))
         assert isinstance(first, CorruptBlock)
         assert second is None
+        assert set(held(region, 0)) == {255}, "what is damaged does not come to the device"
 
 
 @pytest.mark.parametrize("why", ["no NIXL", "cipher", "memory"])
