@@ -14,7 +14,7 @@ from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.checksums import bound_to, naive_sum
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.nixl import FileAgent, FileSpan, Memory
+from kvcore.memory.nixl import FileAgent, FileSpan, Memory, nixl_module
 from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
@@ -239,10 +239,17 @@ def test_after_an_error_another_agent_reads_the_rest(
         assert [held(region, i) for i in (0, 2)] == [blocks[i].data[: SHAPE.nbytes] for i in (0, 2)]
 
 
-def test_every_transfer_is_released(
+def test_every_transfer_is_released_and_the_file_registered_once(
     path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NIXL keeps what it knows of a transfer until then."""
+    """NIXL keeps a transfer until then. GPUDirect Storage refuses to register a file again."""
+    kinds, agents = [], nixl_module().nixl_agent
+    register = agents.register_memory
+    monkeypatch.setattr(
+        agents,
+        "register_memory",
+        lambda agent, places, kind: (kinds.append(kind), register(agent, places, kind))[1],
+    )
     released, release = [], FileAgent._release
     monkeypatch.setattr(
         FileAgent, "_release", lambda agent, one: (released.append(one), release(agent, one))
@@ -254,6 +261,7 @@ def test_every_transfer_is_released(
         for _ in range(2):
             assert tier.read_device(wanted(blocks)) == [None] * 3
     assert len(released) == 2
+    assert kinds == ["DRAM", "FILE"]
 
 
 def test_after_close_nothing_is_read(path: Path, region: DeviceRegion) -> None:
