@@ -51,6 +51,11 @@ def crashes(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     ctypes.string_at(0)
 
 
+def finds_a_fault_and_is_killed(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
+    record.failed("a comparison", "row 7 differs")
+    is_killed(record, machine, scratch)
+
+
 def is_killed(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
