@@ -31,6 +31,10 @@ def passes(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     record.left_out("another check", "no GPU")
 
 
+def measures(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
+    record.figure("a rate", 0.9, "of the device's own copy")
+
+
 def leaves_out(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     record.left_out("all of it", machine["why_no_gpu"])
 

@@ -57,7 +57,7 @@ def is_running(pid: int) -> bool:
 
 def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str]) -> None:
     names = ["raises", "crashes", "is_killed", "finds_a_fault", "says_nothing", "passes"]
-    names.append("finds_a_fault_and_is_killed")
+    names += ["finds_a_fault_and_is_killed", "measures"]
     parts = [*map(gpu_parts.part, names), gpu_parts.part("hangs", limit_s=3)]
     code, result = run(tmp_path, env, *parts, gpu_parts.part("leaves_out"))
     found = {part["name"]: part for part in result["parts"]}
@@ -66,6 +66,7 @@ def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str])
         "raises": "failed", "crashes": "failed", "is_killed": "failed", "hangs": "failed",
         "finds_a_fault": "failed", "says_nothing": "left out", "passes": "passed",
         "leaves_out": "left out", "finds_a_fault_and_is_killed": "failed",
+        "measures": "passed",
     }  # fmt: skip
     assert found["raises"]["why"] == "it ended with exit status 1"
     assert found["raises"]["tail"][-1] == "RuntimeError: the kernel is not there"
