@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from kvcore.errors import UnsupportedError
 from kvcore_kernels.builds import Build, shipped
 
-__all__ = ["TARGETS", "Usage", "compile_build", "main", "markdown"]
+__all__ = ["TARGETS", "Usage", "compile_build", "compiled", "main", "markdown"]
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -60,8 +60,8 @@ class Usage(NamedTuple):
         return not self.spills and self.shared <= _SHARED[self.target]
 
 
-def compile_build(build: Build, target: str) -> Usage:
-    """Compile for a GPU that need not be present. Blocks for seconds.
+def compiled(build: Build, target: str) -> Any:
+    """Compile for a GPU that need not be present; return Triton's result. Blocks for seconds.
 
     Raises UnsupportedError if the kernels are interpreted.
     """
@@ -75,18 +75,21 @@ def compile_build(build: Build, target: str) -> Usage:
         constexprs=build.constants,
         attrs={place: [["tt.divisibility", _ALIGNMENT]] for place in _aligned(build)},
     )
-    gpu = TARGETS[target]
-    compiled = triton.compile(
-        source, target=gpu, options={"num_warps": build.warps, "num_stages": build.stages}
-    )
-    if gpu.backend == "hip":
-        text = compiled.asm["amdgcn"]
+    options = {"num_warps": build.warps, "num_stages": build.stages}
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def compile_build(build: Build, target: str) -> Usage:
+    """Return what a build for a GPU needs. Blocks and raises as `compiled` does."""
+    made = compiled(build, target)
+    if TARGETS[target].backend == "hip":
+        text = made.asm["amdgcn"]
         registers, spills, lanes = _amd_usage(text)
     else:
-        text = compiled.asm["ptx"]
-        registers, spills = _nvidia_usage(compiled.asm["cubin"])
+        text = made.asm["ptx"]
+        registers, spills = _nvidia_usage(made.asm["cubin"])
         lanes = 0
-    shared = compiled.metadata.shared
+    shared = made.metadata.shared
     return Usage(build.name, target, registers, shared, spills, lanes, _widest(text))
 
 

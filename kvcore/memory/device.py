@@ -19,12 +19,13 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_int, c_size_t, c_uint, c_void_p
+from contextlib import AbstractContextManager, nullcontext, suppress
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.errors import TransferError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -37,12 +38,16 @@ __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Stream", "device_of", 
 
 
 _log = logging.getLogger("kvcore.memory.device")
+_refusals = LogLimit()
 
 _PCI = Path("/sys/bus/pci/devices")
+_MAPS = Path("/proc/self/maps")
 _BUS_ID_NBYTES = 32
 _RUNTIME = re.compile(r"/lib(cudart|amdhip64)[^/]*\.so[^/]*$")
 _BY_ADDRESS = 4
 """cudaMemcpyDefault: the runtime finds out from the addresses which way to copy."""
+_OTHERS_CAPTURE = 1
+"""cudaStreamCaptureModeThreadLocal: what this thread may do depends on its own captures only."""
 
 
 class Event(ABC):
@@ -95,7 +100,10 @@ class Device(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Make this device the current one of the calling thread, from now on."""
+        """Make this device the current one of the calling thread, from now on.
+
+        For threads of kvcore. They may then go on while an engine's thread captures a graph.
+        """
 
     @abstractmethod
     def current(self) -> AbstractContextManager[object]:
@@ -304,6 +312,11 @@ class CudaDevice(Device):
         import torch
 
         torch.cuda.set_device(self.name)
+        # Else a capture elsewhere forbids this thread to register memory or to ask an event, and
+        # doing so ends the capture.
+        mode = c_int(_OTHERS_CAPTURE)
+        with suppress(UnsupportedError):
+            _runtime().ThreadExchangeStreamCaptureMode(byref(mode))
 
     def current(self) -> AbstractContextManager[object]:
         import torch
@@ -380,7 +393,12 @@ class CudaDevice(Device):
                 code = batch(dst, src, sizes, stream)
                 if not code:
                     return
-                _log.debug("the driver refuses a batch of %d copies: error %d", len(sizes), code)
+                if _refusals.admit(code) is not None:
+                    _log.warning(
+                        "the driver refuses copies in one call (cuMemcpyBatchAsync, error %d): "
+                        "they are made one by one, which is slower",
+                        code,
+                    )
             runtime.copy_each(dst, src, sizes, stream)
 
     def synchronize(self) -> None:
@@ -397,17 +415,22 @@ class _Runtime:
     """
 
     def __init__(self) -> None:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-        libraries = sorted(one for one in mapped if _RUNTIME.search(one))
+        mapped = {line.split()[-1] for line in _MAPS.read_text().splitlines()}
+        libraries = [one for one in mapped if _RUNTIME.search(one)]
         if not libraries:
             raise UnsupportedError("the process has loaded no CUDA runtime (libcudart)")
-        library = ctypes.CDLL(libraries[0])
-        prefix = "hip" if "libamdhip64" in libraries[0] else "cuda"
+        # Another one may be there too, and knows neither torch's devices nor its errors.
+        chosen = min(libraries, key=lambda one: (_torch_suffix() not in one, one))
+        library = ctypes.CDLL(chosen)
+        prefix = "hip" if "libamdhip64" in chosen else "cuda"
         self.HostRegister = getattr(library, f"{prefix}HostRegister")
         self.HostUnregister = getattr(library, f"{prefix}HostUnregister")
         self.GetLastError = getattr(library, f"{prefix}GetLastError")
         self.DeviceGetPCIBusId = getattr(library, f"{prefix}DeviceGetPCIBusId")
         self.SetDevice = getattr(library, f"{prefix}SetDevice")
+        self.ThreadExchangeStreamCaptureMode = getattr(
+            library, f"{prefix}ThreadExchangeStreamCaptureMode"
+        )
         self.MemcpyAsync = getattr(library, f"{prefix}MemcpyAsync")
 
     def copy_each(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: int) -> None:
@@ -418,6 +441,13 @@ class _Runtime:
             if code:
                 self.GetLastError()
                 raise TransferError(f"the driver refuses a copy of {nbytes} bytes: error {code}")
+
+
+def _torch_suffix() -> str:
+    """Return what is in the name of the runtime that torch was built for."""
+    import torch
+
+    return f".so.{(torch.version.cuda or torch.version.hip or '').partition('.')[0]}"
 
 
 @cache

@@ -30,9 +30,12 @@ class IssuedCopies:
         self._begun = self.done = begun
 
     def wait(self) -> None:
-        """Block until the copies have ended. Raises what the device raises if it has failed."""
-        with self._device.current():  # else the runtime uses the first GPU of the machine
-            self.done.wait()
+        """Block a thread of kvcore until the copies have ended.
+
+        Raises what the device raises if it has failed.
+        """
+        self._device.enter()  # else it is the first GPU, and a capture elsewhere forbids to wait
+        self.done.wait()
 
     def seconds(self) -> float:
         """Return how long the device took for them, without what the stream waited for before."""

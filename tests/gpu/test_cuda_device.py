@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from kvcore.errors import UnsupportedError
 from kvcore.memory.arena import HostArena
+from kvcore.memory.cuda_batch import batch_copy
 from kvcore.memory.device import CudaDevice, Device, device_of
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout
 from kvcore.model.shape import BlockShape
@@ -151,6 +153,87 @@ def test_a_device_without_an_index_is_the_current_one() -> None:
     )
 
 
+# -- copies by address ----------------------------------------------------------------------
+
+
+def three_runs(arena: HostArena) -> tuple[torch.Tensor, torch.Tensor, list[np.ndarray]]:
+    """Return host memory, device memory, and three runs from the first to the second."""
+    here = arena.tensor().view(torch.uint8)
+    here.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 256, len(here), np.uint8)))
+    there = torch.zeros(len(here), dtype=torch.uint8, device=DEVICE)
+    wait_for_device()
+    offsets, sizes = np.array([0, 4096, 70_001]), np.array([7, 60_000, 1])
+    return here, there, [there.data_ptr() + offsets, here.data_ptr() + offsets, sizes]
+
+
+def assert_copied(here: torch.Tensor, there: torch.Tensor) -> None:
+    wanted = torch.zeros_like(here)
+    for first, count in ((0, 7), (4096, 60_000), (70_001, 1)):
+        wanted[first : first + count] = here[first : first + count]
+    assert torch.equal(there.cpu(), wanted)
+
+
+@on_a_gpu
+def test_the_driver_makes_copies_in_one_call(device: Device, arena: HostArena) -> None:
+    """If it refuses, kvcore makes them one by one: right, and slower. The code is a CUresult."""
+    batch = batch_copy()
+    if batch is None:
+        pytest.skip("the driver has no cuMemcpyBatchAsync: copies are made one by one")
+    here, there, (dst, src, sizes) = three_runs(arena)
+    before, stream = here.clone(), torch.cuda.Stream(DEVICE)
+    for to, of in ((dst, src), (src, dst)):
+        code = batch(to, of, sizes, stream.cuda_stream)
+        stream.synchronize()
+        assert code == 0, f"cuMemcpyBatchAsync refuses with error {code}"
+        assert_copied(before, there)
+        if to is dst:
+            here.zero_()
+    assert_copied(before, here)
+
+
+@pytest.mark.parametrize("on", ["own stream", "default stream"])
+@pytest.mark.parametrize("registered", [True, False])
+def test_copies_by_address_arrive(
+    device: Device, arena: HostArena, on: str, registered: bool
+) -> None:
+    here, there, arrays = three_runs(arena)
+    with device.stream().issuing() if on == "own stream" else nullcontext():
+        device.copy_batch(*arrays, registered=registered)
+        device.current_stream().record().wait()
+    assert_copied(here, there)
+    assert_no_error_is_pending()
+
+
+@on_a_gpu
+def test_a_capture_goes_on_while_a_thread_of_kvcores_works(device: Device) -> None:
+    """It registers memory and asks an event, which a capture forbids other threads to do."""
+    given, other = torch.ones(64, device=DEVICE), torch.ones(64, device=DEVICE)
+    wait_for_device()
+    seen: list[object] = []
+
+    def work() -> None:
+        device.enter()
+        stream = device.stream()
+        with stream.issuing():
+            other.add_(1)
+        event = stream.record()
+        event.wait()
+        arena = HostArena(SHAPE, 4, pin=device)
+        seen.extend((event.passed(), arena.pinned))
+        arena.close()
+
+    graph, thread = torch.cuda.CUDAGraph(), threading.Thread(target=work)
+    with torch.cuda.graph(graph):
+        got = given + 1
+        thread.start()
+        thread.join(60)
+        got = got * 2
+    graph.replay()
+    wait_for_device()
+    assert seen == [True, True]
+    assert bool((got == 4).all())
+
+
 # -- KV beyond 2^31 elements ----------------------------------------------------------------
 
 TOKENS, DIM = 16, 64
@@ -168,7 +251,13 @@ def far_pages() -> KVView:
 
 
 @on_a_gpu
-def test_pages_beyond_two_to_the_31_are_copied_both_ways(device: Device) -> None:
+@pytest.mark.parametrize("on", ["own stream", "default stream"])
+def test_pages_beyond_two_to_the_31_are_copied_both_ways(device: Device, on: str) -> None:
+    with device.stream().issuing() if on == "own stream" else nullcontext():
+        copied_both_ways(device)
+
+
+def copied_both_ways(device: Device) -> None:
     free, _ = torch.cuda.mem_get_info(DEVICE)
     if free < NEEDED:
         pytest.skip(f"needs {NEEDED >> 30} GiB of device memory, {free >> 30} are free")

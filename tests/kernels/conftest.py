@@ -35,9 +35,11 @@ with pytest.MonkeyPatch.context() as patch:
     import kvcore_kernels.all  # noqa: F401 - decorates every kernel
 
 if DEVICE:  # before the test modules import names; for as long as this process lasts
-    from support.moved_kernels import replace_launches
+    from support.moved_kernels import refuse_unmoved, replace_launches
 
     replace_launches(pytest.MonkeyPatch(), torch.device(DEVICE))
+    if not COMPILED:
+        refuse_unmoved(pytest.MonkeyPatch())
 
 
 # What torch calls Triton's floats.

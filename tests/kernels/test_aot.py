@@ -73,6 +73,36 @@ def test_every_kernel_is_built(table: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
+EXACT = """
+import sys
+from kvcore_kernels.aot import compiled
+from kvcore_kernels.builds import shipped
+for build in shipped():
+    if build.name in sys.argv[1:]:
+        text = compiled(build, "sm_90").asm["ptx"]
+        print(build.name, [word for word in ("div.full.f32", "div.approx.f32") if word in text])
+"""
+
+
+def test_what_must_equal_its_twin_divides_exactly() -> None:
+    """Triton's `/` is off by up to two units of the last place on a GPU, not in the interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    names = ["smooth", "choose", "keep", "pack int8 16", "unpack int8 16", "shift bf16 128"]
+    command = [sys.executable, "-c", EXACT, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert sorted(done.stdout.splitlines()) == sorted(f"{name} []" for name in names), done.stderr
+
+
+def test_what_is_built_where_there_is_no_gpu_exists() -> None:
+    """`make gpu` builds a sample there; a name of it that is no build's would leave it out."""
+    from kvcore_kernels.builds import shipped
+    from tools.gpu.parts.kernels import SAMPLE as NAMED
+
+    builds = [build.name for build in shipped()]
+    assert not [name for name in NAMED if not any(build.startswith(name) for build in builds)]
+
+
 def test_interpreted_kernels_are_refused_by_name() -> None:
     done = run("--target", "sm_90", "--kernel", "copy wide", interpret=True)
     assert done.returncode == 1

@@ -33,7 +33,12 @@ from kvcore_kernels.testing import (
     twin,
     vllm_view,
 )
+<<<<<<< HEAD
 from support.links import on_gpu, on_host
+=======
+from support.links import FakeGpu, on_gpu, served
+from support.moved_kernels import interpreted
+>>>>>>> h/hostile
 
 GPU = torch.device("cuda", 0)
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
@@ -82,6 +87,7 @@ def test_between_any_engine_and_canonical_blocks(data: st.DataObject) -> None:
         check(arena, view, b, a, layers, unit, heads, ours=ours)
 
 
+@interpreted
 @given(data=st.data())
 @settings(max_examples=25)
 def test_over_the_link_by_every_way(data: st.DataObject) -> None:
@@ -112,11 +118,16 @@ def test_over_the_link_by_every_way(data: st.DataObject) -> None:
         assert_same(mine, naives)
 
 
+<<<<<<< HEAD
 def test_tables_are_sent_once_and_ordered_with_every_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The device has not come to the end of the first upload when the second stream copies."""
     monkeypatch.setattr(RecordedEvent, "passed", lambda event: False)
+=======
+@interpreted
+def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
+>>>>>>> h/hostile
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     ops = KernelOps()
     with installed(Machine()) as machine:
@@ -138,6 +149,7 @@ def test_tables_are_sent_once_and_ordered_with_every_stream(
     assert ("hold", second) in found
 
 
+@interpreted
 def test_what_is_prepared_copies_nothing() -> None:
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     view, arena = slot_view(shape, 4, 16), arena_view(shape, 4)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +31,7 @@ from kvcore_kernels.planes import Words, plane_table
 from kvcore_kernels.shift.launch import Shifts, copy_shifted
 from kvcore_kernels.sums.kernel import sum_kernel
 from kvcore_kernels.testing import arena_view, normal
+from support.moved_kernels import at_program, interpreted
 
 TOKENS, DIM = 16, 64
 PAGE = TOKENS * 2 * DIM
@@ -270,19 +270,7 @@ def test_units_beyond_32_bits(programs: int | None) -> None:
     assert torch.equal(first.tensors[0], second.tensors[0])
 
 
-def at_program(monkeypatch: pytest.MonkeyPatch, number: tuple[int, int], of: int) -> None:
-    """Let the interpreter run program ``number`` of ``of`` in the place of the first."""
-    from triton.language import int32
-    from triton.runtime import interpreter
-
-    def handle(value: int) -> Any:
-        return interpreter.TensorHandle(np.array([value], np.int32), int32)
-
-    builder = interpreter.InterpreterBuilder
-    monkeypatch.setattr(builder, "create_get_program_id", lambda self, axis: handle(number[axis]))
-    monkeypatch.setattr(builder, "create_get_num_programs", lambda self, axis: handle(of))
-
-
+@interpreted
 def test_the_sum_of_a_block_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part after 2^31 words, by the formula; the words before are never read."""
     steps, block = 2, 64
@@ -304,6 +292,7 @@ def test_the_sum_of_a_block_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> N
     assert int(out) % 2**64 == wanted % 2**64
 
 
+@interpreted
 def test_tiles_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn 2 of a program is tile 2^31 + 5: unit 2 of plane 5 if there are 2^30 planes."""
     shape = BlockShape(6, 1, 2, 4, "bfloat16", kv_factor=1)

@@ -9,9 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcore.fusion.plan import LayerKV
 from kvcore.model.shape import BlockShape
+from kvcore_kernels.fusion_rows import Strided
+from kvcore_kernels.planes import PlaneTable
 from kvcore_kernels.testing import ENGINES, assert_same, raw, twin
-from support.moved_kernels import Mover, launches, moved
+from support.moved_kernels import Mover, _noted_planes, _noted_rows, launches, moved
 
 CPU = torch.device("cpu")
 
@@ -44,6 +47,46 @@ def test_arguments_that_share_memory_share_it_there() -> None:
 
     assert moved(launch, CPU)(memory[1::2], b=memory).tolist() == [20, 40, 60, 80]
     assert memory.tolist() == list(range(1, 9))
+
+
+def test_parts_in_a_tuple_are_moved() -> None:
+    given = LayerKV(torch.arange(4), torch.arange(4, 8))
+
+    def launch(parts: LayerKV, more: list[torch.Tensor]) -> None:
+        assert more[0].data_ptr() == parts.keys.data_ptr() != given.keys.data_ptr()
+        parts.values[0] = 9
+
+    moved(launch, CPU)(given, [given.keys])
+    assert given.values.tolist() == [9, 5, 6, 7]
+
+
+def test_addresses_are_those_of_the_memory_there() -> None:
+    part, view = torch.zeros(3, 1, 8), ENGINES["slots"](BlockShape(1, 1, 8, 4, "float32"), 2, 4)
+    rows, planes, mover = _noted_rows(part), _noted_planes(view, [0], 0), Mover(CPU)
+    there, table = mover.there(rows), mover.there(planes)
+    assert there.address == mover.there(part).data_ptr() != part.data_ptr()
+    assert there[1:] == rows[1:]
+    wanted = [tensor.data_ptr() for tensor in mover.there(view).tensors]
+    assert table.rows[:, 0].tolist() == wanted != planes.rows[:, 0].tolist()
+
+
+@pytest.mark.parametrize("unknown", [Strided(1, 1, 1, 1, 1), PlaneTable(raw(torch.ones(1)), False)])
+def test_addresses_of_memory_that_nobody_knows_are_refused(unknown: object) -> None:
+    with pytest.raises(TypeError, match="not moved"):
+        Mover(CPU).there([unknown])
+
+
+def test_of_large_memory_what_is_used_is_moved() -> None:
+    """Bytes at both ends and in the middle, written here or there."""
+    size = (1 << 31) + 12345
+    here, mover = torch.empty(size, dtype=torch.uint8), Mover(CPU)
+    here[:2], here[-1] = 5, 6
+    there = mover.there(here)
+    assert there[0] == there[1] == 5
+    assert there[-1] == 6
+    there[1], there[1 << 30] = 7, 8
+    mover.write_back()
+    assert [int(here[at]) for at in (0, 1, 1 << 30, -1)] == [5, 7, 8, 6]
 
 
 def test_every_op_is_moved() -> None:

@@ -31,6 +31,10 @@ def passes(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     record.left_out("another check", "no GPU")
 
 
+def measures(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
+    record.figure("a rate", 0.9, "of the device's own copy")
+
+
 def leaves_out(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     record.left_out("all of it", machine["why_no_gpu"])
 
@@ -49,6 +53,11 @@ def crashes(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
     record.figure("measured before", 2.0, "s")
     print("about to read address 0", flush=True)
     ctypes.string_at(0)
+
+
+def finds_a_fault_and_is_killed(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:
+    record.failed("a comparison", "row 7 differs")
+    is_killed(record, machine, scratch)
 
 
 def is_killed(record: Record, machine: Mapping[str, Any], scratch: Path) -> None:

@@ -56,6 +56,13 @@ START = [
         "Raise the limit (`ulimit -l unlimited`, or the container's), or lower `host.capacity`.",
     ),
     Trouble(
+        "the driver refuses copies in one call (cuMemcpyBatchAsync, error %d): they are made one "
+        "by one, which is slower",
+        "NVIDIA's driver has a call for many copies at once. It returned the CUresult that is "
+        "named. Every copy is made all the same.",
+        "Report it with the driver's version (`nvidia-smi`). A newer driver may accept the call.",
+    ),
+    Trouble(
         "little memory is left on this machine: host memory of %d bytes is taken only when "
         "blocks come; lower host.capacity",
         "Less than an eighth of the memory of the machine or container would be left.",

@@ -90,21 +90,22 @@ class _Staging:
     """Device memory that one copy after the other uses, whatever their streams are.
 
     The staging is reused in the order of the streams: `taken` lets the current stream wait for the
-    work that used it last. The host does not wait.
+    work that used it last. The host does not wait. ``memory`` was allocated on the current stream,
+    whose work so far may still use what lay there before.
     """
 
     def __init__(self, device: Device, memory: torch.Tensor) -> None:
         self.memory = memory
         self._device = device
         self._lock = threading.Lock()
-        self._last: Event | None = None
+        self._last: Event = device.current_stream().record()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Issue work on the memory in this block, to one stream."""
         with self._lock:
             stream = self._device.current_stream()
-            if self._last is not None and not self._last.passed():
+            if not self._last.passed():
                 stream.follow(self._last)
             try:
                 yield

@@ -113,7 +113,7 @@ def test_memory_that_copies_take_for_registered_is_found(
     )
 
     def trial(machine: Machine, seed: int) -> None:
-        machine._lockable = 0
+        machine.lockable = 0
         serve(machine, seed, tmp_path)
 
     find_fault(trial, "memory", "of the arena, but it is not registered")

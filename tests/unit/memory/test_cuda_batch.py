@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from kvcore.errors import TransferError
+from kvcore._util.log_limit import LogLimit
+from kvcore.errors import TransferError, UnsupportedError
 from kvcore.memory import cuda_batch, device
 from kvcore.memory.cuda_batch import SIGNATURE, BatchCopy
 from kvcore.memory.device import CpuDevice, CudaDevice
@@ -104,8 +109,10 @@ def test_a_gpu_copies_in_one_call_or_one_by_one(
     batches: int,
     calls: int,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     gpu, runtime = on_cpu(monkeypatch, stream, hip), Runtime()
+    monkeypatch.setattr(device, "_refusals", LogLimit())
     monkeypatch.setattr(device, "_runtime", lambda: runtime)
     batch = None if driver is None else BatchCopy(driver.function)
     monkeypatch.setattr(cuda_batch, "batch_copy", lambda: batch)
@@ -115,6 +122,7 @@ def test_a_gpu_copies_in_one_call_or_one_by_one(
     assert copied(src, dst)
     assert (0 if driver is None else len(driver.calls)) - before == batches
     assert runtime.count == calls
+    assert ("(cuMemcpyBatchAsync, error 801)" in caplog.text) is bool(driver and driver.code)
 
 
 def test_a_refused_copy_leaves_no_error_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +133,81 @@ def test_a_refused_copy_leaves_no_error_for_the_engine(monkeypatch: pytest.Monke
     assert runtime.drained == 1
 
 
+def test_a_thread_of_kvcores_is_not_bound_by_captures_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, entered, modes = on_cpu(monkeypatch, 7, hip=False), [], []
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+
+    def exchange(mode):  # type: ignore[no-untyped-def]
+        modes.append(mode._obj.value)
+        mode._obj.value = 0  # the thread's mode before
+        return 0
+
+    monkeypatch.setattr(
+        device, "_runtime", lambda: SimpleNamespace(ThreadExchangeStreamCaptureMode=exchange)
+    )
+    gpu.enter()
+    gpu.enter()
+    assert modes == [1, 1]
+    assert entered == [gpu.name] * 2
+
+
+def test_a_device_is_entered_without_a_runtime_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a torch that holds the runtime within itself."""
+    gpu, entered = on_cpu(monkeypatch, 7, hip=False), []
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+
+    def missing() -> None:
+        raise UnsupportedError("no runtime")
+
+    monkeypatch.setattr(device, "_runtime", missing)
+    gpu.enter()
+    assert entered == [gpu.name]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "wanted"),
+    [
+        ("13.0", None, "/a/nvidia/cu13/lib/libcudart.so.13"),
+        ("12.8", None, "/a/cuda_runtime/lib/libcudart.so.12"),
+        ("11.8", None, "/a/torch/lib/libcudart-d0da41ae.so.11.0"),
+        (None, "6.3.1", "/a/torch/lib/libamdhip64.so.6"),
+    ],
+)
+def test_the_runtime_is_torchs(
+    cuda: str | None,
+    hip: str | None,
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other packages may have brought another one."""
+    maps, opened = tmp_path / "maps", []
+    names = [
+        "/a/cuda_runtime/lib/libcudart.so.12",
+        "/a/nvidia/cu13/lib/libcudart.so.13",
+        "/a/torch/lib/libcudart-d0da41ae.so.11.0",
+        "/a/torch/lib/libamdhip64.so.6",
+        "/a/torch/lib/libtorch_cuda.so",
+        "[heap]",
+    ]
+    maps.write_text("".join(f"7f00-7f01 r--p 00000000 fe:00 12 {name}\n" for name in names))
+
+    def load(name: str) -> MagicMock:
+        opened.append(name)
+        return MagicMock()
+
+    monkeypatch.setattr(device, "_MAPS", maps)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    device._Runtime()
+    assert opened == [wanted]
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch, stream: int, hip: bool) -> CudaDevice:
     """A CUDA device without CUDA, whose current stream has this handle."""
-    from contextlib import nullcontext
-    from types import SimpleNamespace
-
     gpu = CudaDevice.__new__(CudaDevice)
     gpu.name, gpu._hip = torch.device("cuda", 0), hip
     monkeypatch.setattr(CudaDevice, "current", lambda self: nullcontext())

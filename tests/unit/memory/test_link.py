@@ -22,6 +22,7 @@ from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
 from kvcore.model.shape import BlockShape
 from kvcore.testing.gpu import Machine, RecordingOps, installed
+from kvcore.testing.gpu.machine import StreamQueue
 from support.links import on_gpu, on_host
 from support.strides import (
     StridedCopy,
@@ -46,6 +47,12 @@ def ops_of(way: Way | None, machine: Machine) -> LinkOps:
 def batches(machine: Machine) -> list[list[int]]:
     """Return the sizes of each batch of copies."""
     return [call.what.tolist() for call in machine.calls if call.kind == "batch"]
+
+
+def followed(machine: Machine) -> list[tuple[StreamQueue, StreamQueue]]:
+    """Return the streams that wait for another one, each with that other one."""
+    waits = [(call.stream, call.what.work.stream) for call in machine.calls if call.kind == "follow"]
+    return [(stream, other) for stream, other in waits if stream is not other]
 
 
 @given(
@@ -146,7 +153,7 @@ def test_pieces_are_not_joined_across_tensors() -> None:
 
 @pytest.fixture
 def gpu() -> Iterator[Machine]:
-    with installed(Machine()) as machine:
+    with installed(Machine(eager=0.0)) as machine:
         yield machine
         machine.check()
 
@@ -255,8 +262,24 @@ def test_the_staging_is_bounded_and_reused_in_the_order_of_streams(
     with first.issuing():
         ops.copy_blocks(host, np.arange(8), ours, np.arange(8), unit_tokens=32)
     assert len(gpu.allocated) == 2, "loads wait for saves"
-    followers = [call.stream for call in gpu.calls if call.kind == "follow"]
-    assert followers == [second.queue]
+    assert [follower for follower, _ in followed(gpu)] == [second.queue]
+
+
+def test_a_new_staging_is_used_after_what_lay_at_its_place(
+    gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocator gives out memory in the order of one stream: where it was prepared."""
+    monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes,))
+    ours, host = on_gpu(gpu, engine(SHAPE, 8, 32, "NHD")), on_host(gpu, arena(SHAPE, 8))
+    ops, device, units = ops_of(Way.STAGED, gpu), device_of(GPU), np.arange(8)
+    engines, copies = device.stream(), device.stream()
+    with engines.issuing():
+        ops.prepare(ours, host, 32)
+    for source, target in ((ours, host), (host, ours)):
+        before = len(followed(gpu))
+        with copies.issuing():
+            ops.copy_blocks(source, units, target, units, unit_tokens=32)
+        assert followed(gpu)[before:] == [(copies.queue, engines.queue)]
 
 
 def test_less_room_gives_a_smaller_staging_and_none_an_error(

@@ -57,6 +57,7 @@ def is_running(pid: int) -> bool:
 
 def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str]) -> None:
     names = ["raises", "crashes", "is_killed", "finds_a_fault", "says_nothing", "passes"]
+    names += ["finds_a_fault_and_is_killed", "measures"]
     parts = [*map(gpu_parts.part, names), gpu_parts.part("hangs", limit_s=3)]
     code, result = run(tmp_path, env, *parts, gpu_parts.part("leaves_out"))
     found = {part["name"]: part for part in result["parts"]}
@@ -64,7 +65,8 @@ def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str])
     assert {name: part["state"] for name, part in found.items()} == {
         "raises": "failed", "crashes": "failed", "is_killed": "failed", "hangs": "failed",
         "finds_a_fault": "failed", "says_nothing": "left out", "passes": "passed",
-        "leaves_out": "left out",
+        "leaves_out": "left out", "finds_a_fault_and_is_killed": "failed",
+        "measures": "passed",
     }  # fmt: skip
     assert found["raises"]["why"] == "it ended with exit status 1"
     assert found["raises"]["tail"][-1] == "RuntimeError: the kernel is not there"
@@ -72,6 +74,8 @@ def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str])
     assert any("about to read address 0" in line for line in found["crashes"]["tail"])
     assert found["is_killed"]["why"] == "it was ended by SIGKILL"
     assert found["finds_a_fault"]["why"] == "a comparison: row 7 differs"
+    both = "it was ended by SIGKILL; a comparison: row 7 differs"
+    assert found["finds_a_fault_and_is_killed"]["why"] == both
     assert found["hangs"]["why"] == "it ran past its limit of 3 s and was killed"
     for name in ("raises", "crashes", "hangs"):
         assert [line["what"] for line in found[name]["found"]] == ["measured before"]

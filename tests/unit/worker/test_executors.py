@@ -1,16 +1,20 @@
-"""What the executors of tier operations log."""
+"""What the executors of tier operations log and wait for."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.errors import BlockMissing, CorruptBlock, Mismatch, TierError, TierUnavailable
 from kvcore.telemetry.metrics import Metrics
+from kvcore.tiers.base import DeviceRead
 from kvcore.transfer.graph import Path, RowError, Span, TransferOp
-from kvcore.worker.executors import Failures
+from kvcore.worker.executors import Failures, StagedRead
 
 
 def op(path: Path) -> TransferOp:
@@ -68,3 +72,26 @@ def test_refused_blocks_are_counted_by_reason_and_each_reason_is_logged_once(
     assert [message.partition(": ")[2] for message in caplog.messages] == ["slot 3", "slot 7"]
     counted = metrics.snapshot()["kvcore_refused_blocks_total"]
     assert counted == {"disk|corrupt": 2, "disk|forged": 2}
+
+
+def test_a_read_into_staging_has_ended_when_the_device_has_it() -> None:
+    """What depends on it is issued to another stream."""
+    log: list[str] = []
+
+    class Sync:
+        @contextmanager
+        def copying(self, graph_id: int | None) -> Iterator[SimpleNamespace]:
+            yield SimpleNamespace(wait=lambda: log.append("waited"))
+            log.append("issued")
+
+    def read(name: str, tier: object, requests: Sequence[DeviceRead]) -> list[None]:
+        log.append("read")
+        return [None] * len(requests)
+
+    graph = SimpleNamespace(
+        tier_slots=[7], keys=[bytes(16)], staged=[0], parent_of=lambda row: bytes(16), namespace=b""
+    )
+    reads = SimpleNamespace(read=read)
+    executor = StagedRead({}, reads, Sync(), Metrics(enabled=False))  # type: ignore[arg-type]
+    assert executor.run(graph, op(Path.DISK2D), [0]) == {}  # type: ignore[arg-type]
+    assert log == ["read", "issued", "waited"]

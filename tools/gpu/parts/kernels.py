@@ -14,10 +14,12 @@ from tools.gpu.parts._tests import call, pytest_missing, run_tests
 from tools.gpu.record import Record
 
 COMPILED = "tests/kernels, compiled"
-SAMPLE = ("copy wide", "shift bf16 128 n", "merge wide", "choose 4096", "sums")
+SAMPLE = ("copy wide", "shift bf16 128 n", "merge wide", "choose", "sums")
 """Builds of `kvcore_kernels.aot` that take seconds."""
 _PROCESSES = 8
-_ELSEWHERE = ("tests/kernels/test_aot.py", "tests/kernels/test_benchmark.py")
+_ELSEWHERE = tuple(
+    f"tests/kernels/test_{name}.py" for name in ("aot", "benchmark", "blend_host", "specialized")
+)
 """Tests that start processes without the device: they run on every machine."""
 
 

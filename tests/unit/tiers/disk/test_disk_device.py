@@ -14,7 +14,7 @@ from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.checksums import bound_to, naive_sum
 from kvcore.memory.copy import builtin_ops
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.nixl import FileAgent, FileSpan, Memory
+from kvcore.memory.nixl import FileAgent, FileSpan, Memory, nixl_module
 from kvcore.telemetry.metrics import Metrics
 from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import DeviceRead, NotDirect, SlotError, Tier
@@ -155,9 +155,24 @@ def test_a_block_that_is_damaged_on_its_way_by_host_memory_fails(
     flip(folder / "shard-0.data", 5)
     with opened(path) as (_, tier):
         tier.attach_device(region)
+        region.tensor.fill_(255)
         first, second = Watched(region).read("disk", tier, wanted(blocks))
         assert isinstance(first, CorruptBlock)
         assert second is None
+        assert set(held(region, 0)) == {255}, "what is damaged does not come to the device"
+
+
+def test_host_memory_of_reads_is_used_again_and_given_back(path: Path) -> None:
+    region = DeviceRegion(SHAPE, PLACES, builtin_ops()[-1])
+    blocks, reads = some_blocks(5), Watched(region)
+    with opened(path) as (_, tier):
+        write_blocks(tier, blocks)
+        for _ in range(2):
+            assert reads.read("disk", tier, wanted(blocks)) == [None] * 5
+    [pages] = reads._idle
+    reads.close()
+    with pytest.raises(ValueError, match="released"):
+        pages.view[0]
 
 
 @pytest.mark.parametrize("why", ["no NIXL", "cipher", "memory"])
@@ -222,6 +237,31 @@ def test_after_an_error_another_agent_reads_the_rest(
         assert isinstance(second, NotDirect), "the disk may be well: `read` tells"
         assert len(set(used)) == 3, "one that failed was used again"
         assert [held(region, i) for i in (0, 2)] == [blocks[i].data[: SHAPE.nbytes] for i in (0, 2)]
+
+
+def test_every_transfer_is_released_and_the_file_registered_once(
+    path: Path, region: DeviceRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NIXL keeps a transfer until then. GPUDirect Storage refuses to register a file again."""
+    kinds, agents = [], nixl_module().nixl_agent
+    register = agents.register_memory
+    monkeypatch.setattr(
+        agents,
+        "register_memory",
+        lambda agent, places, kind: (kinds.append(kind), register(agent, places, kind))[1],
+    )
+    released, release = [], FileAgent._release
+    monkeypatch.setattr(
+        FileAgent, "_release", lambda agent, one: (released.append(one), release(agent, one))
+    )
+    blocks = some_blocks(3)
+    with opened(path, device_sums=True) as (_, tier):
+        write_blocks(tier, blocks)
+        tier.attach_device(region)
+        for _ in range(2):
+            assert tier.read_device(wanted(blocks)) == [None] * 3
+    assert len(released) == 2
+    assert kinds == ["DRAM", "FILE"]
 
 
 def test_after_close_nothing_is_read(path: Path, region: DeviceRegion) -> None:
