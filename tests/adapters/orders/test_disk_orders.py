@@ -19,10 +19,12 @@ from kvcore.testing.gpu import Machine, installed
 from kvcore.testing.gpu.device import RecordedStream
 from kvcore.testing.gpu.memory import span
 from kvcore.transfer.graph import Path as Way
-from kvcore.transfer.graph import TransferGraph
+from kvcore.transfer.graph import Span, TransferGraph
+from kvcore.transfer.plan import Chain, TierRows, build_load, build_save
 from kvcore.worker.streams import IssuedCopies
+from support.orders.books import NAMESPACE
 from support.orders.disk import DirectBooks, disk_rank
-from support.orders.finding import find_fault
+from support.orders.finding import expect_none, find_fault
 from support.orders.vllm import VllmRunner
 
 STEPS = 30
@@ -69,30 +71,39 @@ def test_a_place_that_is_given_away_before_its_copy_has_ended_is_found(tmp_path:
     assert "by the disk2d" in message
 
 
-class _Unordered(DirectBooks):
-    """Plans a read into a place without a wait for the copy of the load that was there before."""
-
-    def _load(self, blocks: list[int], pages: list[int]) -> TransferGraph | None:
-        graph = super()._load(blocks, pages)
-        if graph is None or not graph.staged:
-            return graph
-        ops = [
-            msgspec.structs.replace(op, deps=()) if op.path is Way.DISK2D else op
-            for op in graph.ops
-        ]
-        planned = msgspec.structs.replace(graph, ops=tuple(ops))
-        self.flights[graph.graph_id].graph = planned
-        return planned
+def unordered(graph: TransferGraph) -> TransferGraph:
+    """Return a graph whose reads do not wait for the copies out of their places."""
+    ops = [
+        msgspec.structs.replace(op, deps=()) if op.path is Way.DISK2D else op for op in graph.ops
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
-def test_a_read_that_does_not_wait_for_the_place_is_found(tmp_path: Path) -> None:
-    """A load of more blocks than there are places uses a place twice."""
-    find_fault(
-        lambda machine, seed: load(machine, seed, tmp_path, _Unordered) and None,
-        "race",
-        "memory/device_region.py",
-        "by the disk2d",
-    )
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_read_that_does_not_wait_for_the_place_is_found(waits: bool, tmp_path: Path) -> None:
+    """A load of more blocks than there are places uses a place again."""
+
+    def trial(machine: Machine, seed: int) -> None:
+        here = tmp_path / str(seed)
+        here.mkdir()
+        with disk_rank(machine, here, seed, failing=0.0) as rank:
+            chain = Chain(NAMESPACE, b"", tuple(bytes([i]) * 16 for i in range(4)))
+            rank.replay({}, {page: page + 1 for page in range(4)})
+            sink = TierRows(rank.tier, Way.H2DISK, Span(0, 4), range(4))
+            units = rank.units(range(4))
+            rank.worker.submit(build_save(1, chain, range(4), units, sink, batch_rows=4))
+            assert rank.worker.engine.wait(1, 60)
+            source = TierRows(rank.tier, Way.DISK2D, Span(0, 4), range(4))
+            graph = build_load(
+                2, chain, [-1] * 4, [source], rank.units(range(4, 8)), batch_rows=1, staged=[0] * 4
+            )
+            rank.worker.submit(graph if waits else unordered(graph))
+            assert rank.worker.engine.wait(2, 60)
+
+    if waits:
+        expect_none(trial, "race", seeds=2)
+    else:
+        find_fault(trial, "race", "memory/device_region.py", "by the disk2d")
 
 
 def test_a_copy_to_pages_that_does_not_wait_for_the_engine_is_found(

@@ -107,7 +107,7 @@ class ToyLayers(EngineLayers):
     def __init__(self, rank: GpuRank) -> None:
         self.layers = rank.shape.layers
         self.attention = (Attention(0.5),) * self.layers
-        self.max_rows = 7
+        self.max_rows = 12
         self.written: dict[str, list[int]] = {}
         self.failing: dict[str, int] = {}
         self._rank = rank

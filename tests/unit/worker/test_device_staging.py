@@ -153,6 +153,11 @@ def rig(request: pytest.FixtureRequest, tmp_path: Folder) -> Iterator[StagingRig
     made.close()
 
 
+def test_a_worker_with_staging_can_be_closed_again(rig: StagingRig) -> None:
+    assert rig.worker.close()
+    assert rig.worker.close()
+
+
 def all_units() -> npt.NDArray[np.int64]:
     return np.arange(BLOCKS * 2, dtype=np.int64).reshape(BLOCKS, 2)
 
