@@ -33,12 +33,8 @@ from kvcore_kernels.testing import (
     twin,
     vllm_view,
 )
-<<<<<<< HEAD
 from support.links import on_gpu, on_host
-=======
-from support.links import FakeGpu, on_gpu, served
 from support.moved_kernels import interpreted
->>>>>>> h/hostile
 
 GPU = torch.device("cuda", 0)
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
@@ -118,16 +114,12 @@ def test_over_the_link_by_every_way(data: st.DataObject) -> None:
         assert_same(mine, naives)
 
 
-<<<<<<< HEAD
+@interpreted
 def test_tables_are_sent_once_and_ordered_with_every_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The device has not come to the end of the first upload when the second stream copies."""
     monkeypatch.setattr(RecordedEvent, "passed", lambda event: False)
-=======
-@interpreted
-def test_tables_are_sent_once_and_ordered_with_every_stream() -> None:
->>>>>>> h/hostile
     shape = BlockShape(2, 2, 64, 16, "bfloat16")
     ops = KernelOps()
     with installed(Machine()) as machine:

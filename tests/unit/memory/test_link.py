@@ -51,7 +51,9 @@ def batches(machine: Machine) -> list[list[int]]:
 
 def followed(machine: Machine) -> list[tuple[StreamQueue, StreamQueue]]:
     """Return the streams that wait for another one, each with that other one."""
-    waits = [(call.stream, call.what.work.stream) for call in machine.calls if call.kind == "follow"]
+    waits = [
+        (call.stream, call.what.work.stream) for call in machine.calls if call.kind == "follow"
+    ]
     return [(stream, other) for stream, other in waits if stream is not other]
 
 
