@@ -88,8 +88,8 @@ class Agreement:
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
-        # Gloo's thread lets go of a tensor late, and needs the interpreter to free it. So there is
-        # one for all agreements. It may change in and outside of inference mode.
+        # One tensor for all agreements: a new one each time was slower (benchmarks.blend_ranks).
+        # It may change in and outside of inference mode.
         with torch.inference_mode(False):
             self._ailing = torch.zeros(1, dtype=torch.int64)  # on the CPU: no device waits
         self._number = self._ailing.numpy()
