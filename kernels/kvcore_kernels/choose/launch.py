@@ -13,7 +13,7 @@ from kvcore_kernels.launcher import Launcher
 __all__ = ["BLOCK", "WARPS", "keep_above", "keep_rows", "keep_top"]
 
 WARPS = 16
-BLOCK = 4096
+BLOCK = 2048
 """Scores that the program processes together. One number, so that nothing is compiled for a list of
 another size. Untuned: no GPU was at hand."""
 
