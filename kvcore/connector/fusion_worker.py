@@ -110,8 +110,12 @@ class _Meetings:
         self._met: list[BlendOrder] = []  # kept, so that no other order gets the id of one
 
     def begin(self) -> None:
-        """Begin a step, or end it."""
+        """Begin a step."""
         self._met.clear()
+
+    def end(self, orders: Iterable[BlendOrder]) -> None:
+        """End the part of a step in which ranks meet for ``orders``: nothing is left of them."""
+        self._met = list(orders)
 
     def agree(self, order: BlendOrder, well: bool) -> bool:
         """Return True if every rank can carry out the order. A collective."""
@@ -172,10 +176,10 @@ class RefusingFusionWorker:
         """Return nothing: there are no blends."""
         return []
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one does not blend. A collective; ends the step."""
         self._meetings.decline(orders)
-        self._meetings.begin()
+        self._meetings.end(orders)
 
 
 class FusionWorker:
@@ -260,14 +264,14 @@ class FusionWorker:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one does not carry out the rest of a step's orders.
 
         For a rank whose other parts have failed: it still has to meet the others, once for each
         order. A collective; ends the step.
         """
         self._meetings.decline(orders)
-        self._meetings.begin()
+        self._meetings.end(orders)
 
     @torch.inference_mode()
     def _done(
@@ -513,7 +517,7 @@ class PromisedFusionWorker(FusionWorker):
                 for chunk in order.chunks:
                     self._worker.release(chunk.graph.graph_id)
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one carries out none of a step's orders.
 
         They make no blend of the step then: it fails on every rank. Does nothing after `carry_out`,
@@ -522,7 +526,7 @@ class PromisedFusionWorker(FusionWorker):
         if self._meetings.left(orders):
             self._layers.agree(False)  # the first order's chunks have not arrived
             self._layers.agree(False)  # and it cannot be computed
-        self._meetings.begin()
+        self._meetings.end(orders)
 
     def _there(self, order: BlendOrder, arrived: Callable[[BlendOrder], bool]) -> bool:
         try:

@@ -302,8 +302,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         If such a load failed during the forward, the request could not be computed again without
         answering twice.
         """
-        parts.worker.start_loads(graphs)
-        landed = parts.worker.finish(graph.graph_id for graph in graphs)
+        gate = self.layer_done_counter
+        landed = gate.finish(gate.start(graphs))
         if not any(gather_words(parts.served.rank, "" if landed else "failed")):
             return True
         self.refuse([rid])

@@ -19,6 +19,7 @@ from kvcore.config import Config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore_sglang import plugin  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
+from kvcore_sglang.gate import LayerGate  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLinks  # noqa: E402
 
@@ -61,12 +62,26 @@ class Leader:
 
 
 class Worker:
-    def __init__(self, lands: bool) -> None:
-        self.lands = lands
+    def __init__(self, lands: bool, fails: bool = False) -> None:
+        self.lands, self.fails = lands, fails
         self.calls: list[Any] = []
 
+    def take_on(self, graphs: Sequence[Any], orders: Sequence[Any] = ()) -> None:
+        pass
+
     def start_loads(self, graphs: Sequence[Any]) -> None:
+        if self.fails:
+            raise RuntimeError("an error of kvcore")
         self.calls.append(("start", [graph.graph_id for graph in graphs]))
+
+    def open_loads(self) -> list[int]:
+        return []
+
+    def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
+        return True
+
+    def refuse_rest(self) -> None:
+        self.calls.append("refuse")
 
     def finish(self, graph_ids: Iterable[int]) -> bool:
         self.calls.append(("finish", list(graph_ids)))
@@ -95,6 +110,8 @@ def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker = linker_class.__new__(linker_class)
     linker._queued = {}
+    stand_in: Any = worker
+    linker.layer_done_counter = LayerGate(stand_in, layers=1, layerwise=True)
     linker._parts = SimpleNamespace(
         leader=leader,
         follower=None,
@@ -127,6 +144,18 @@ def test_a_request_that_was_answered_in_part_is_loaded_at_once(
     assert worker.calls == [("start", [7]), ("finish", [7])]
     assert not linker._queued
     assert leader.refused == ([] if lands else ["r"])
+
+
+def test_a_load_at_once_that_raises_is_refused_on_all_ranks(linker_class: Any) -> None:
+    """The other ranks wait for the outcome. The rank does no more work."""
+    leader, worker = Leader(resumed=True), Worker(lands=True, fails=True)
+    linker = made(linker_class, leader, worker)
+    assert not linker.load("r", TRANSFERS)
+    assert leader.refused == ["r"]
+    worker.fails, leader.resumed = False, True
+    assert not linker.load("r", TRANSFERS)
+    assert worker.calls == ["refuse", "refuse"]
+    assert linker.layer_done_counter.stopped
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -178,6 +178,26 @@ def test_a_parked_load_that_cannot_be_had_fails_its_step_on_every_rank(
     assert request.generated == []
 
 
+def test_a_parked_load_that_an_error_has_cancelled_lets_no_request_answer(
+    make: Make, reference: Any, copies: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load is being copied when the worker fails, and the second one waits behind it."""
+    harness = make({"transfer": {"sync_load_max": 0, "copy_threads": 1}})
+    prompts = [tokens(seed, 100) for seed in range(2)]
+    harness.generate(prompts, 1)
+    settle(harness)
+    copies["loads"].clear()
+    parked = [harness.submit(prompt, ANSWER) for prompt in prompts]
+    running = harness.submit(tokens(9, 20), 40)
+    harness.step_until(running, State.GENERATING)
+    monkeypatch.setattr(harness.workers[0]._side, "_tend_tiers", lambda *_: 1 / 0)
+    threading.Timer(0.3, copies["loads"].set).start()
+    with pytest.raises(TransferError, match="did not arrive"):
+        harness.run()
+    for request, prompt in zip(parked, prompts, strict=True):
+        assert request.generated == reference(prompt)[: len(request.generated)]
+
+
 # --- nothing raises out of the scheduler ------------------------------------------------------
 
 
