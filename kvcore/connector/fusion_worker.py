@@ -213,9 +213,18 @@ class FusionWorker:
         self._reports: list[BlendReport] = []
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
         self._meetings = _Meetings(layers.agree)
-        if ops.compiles:
+        self._profile: list[tuple[int, float]] = []
+
+    def warm_up(self, *, timed: bool) -> None:
+        """Compile what blends use, and time the layers if ``timed``. Call before the engine serves.
+
+        A collective: a rank that could not build its worker would be waited for. So the ranks agree
+        first that each of them has a fusion worker.
+        """
+        if self._ops.compiles:
             self._prepare()
-        self._profile = self._profiled() if config.fusion.adaptive else []
+        if timed:
+            self._profile = self._profiled()
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Start to copy chunks into staging, and return the reports of refused graphs.
@@ -328,7 +337,7 @@ class FusionWorker:
         return reports
 
     def take_profile(self) -> list[tuple[int, float]]:
-        """Return and forget (rows, seconds) of the layers, timed at construction."""
+        """Return and forget (rows, seconds) of the layers, timed by `warm_up`."""
         profile, self._profile = self._profile, []
         return profile
 

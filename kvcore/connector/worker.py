@@ -351,8 +351,18 @@ class StepWorker(Generic[_R]):
         """Tell the other ranks that this one makes no more of a step's blends. A collective."""
         self._blends.decline(orders)
 
+    @property
+    def can_blend(self) -> bool:
+        """True if this rank can make blends."""
+        return isinstance(self._blends, FusionWorker)
+
+    def warm_up_blends(self, *, timed: bool) -> None:
+        """Prepare blends, if every rank can make them. See `FusionWorker.warm_up`. A collective."""
+        if isinstance(self._blends, FusionWorker):
+            self._blends.warm_up(timed=timed)
+
     def take_profile(self) -> list[tuple[int, float]]:
-        """Return (rows, seconds) of the layers, timed when the fusion worker was built.
+        """Return (rows, seconds) of the layers, timed by `warm_up_blends`.
 
         Empty after the first call.
         """

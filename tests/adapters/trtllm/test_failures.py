@@ -198,6 +198,31 @@ def test_a_parked_load_that_an_error_has_cancelled_lets_no_request_answer(
         assert request.generated == reference(prompt)[: len(request.generated)]
 
 
+@pytest.mark.parametrize("ill", [0, 1])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_rank_that_cannot_read_the_model_is_not_waited_for(
+    make: Make,
+    reference: Any,
+    adapter: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ill: int,
+    fuses: bool,
+) -> None:
+    describe = adapter.describe
+
+    def described(llm_args: Any) -> Any:
+        if adapter._names.rank() == ill:
+            raise OSError("this node has no checkpoint")
+        return describe(llm_args)
+
+    monkeypatch.setattr(adapter, "describe", described)
+    harness = make({"fusion": {"enabled": fuses}}, ranks=2)
+    prompt = tokens(1, 100)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+
+
 # --- nothing raises out of the scheduler ------------------------------------------------------
 
 
