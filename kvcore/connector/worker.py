@@ -110,7 +110,7 @@ def chunks_of(orders: Iterable[BlendOrder]) -> list[TransferGraph]:
 
 def _refused(report: OpReport) -> OpReport:
     """Return a report in which rows that were cancelled were refused."""
-    failed = {
+    failed: dict[int, RowError] = {
         row: RowError.REFUSED if error is RowError.CANCELLED else error
         for row, error in report.failed.items()
     }
