@@ -91,7 +91,9 @@ class Agreement:
         # One tensor for all agreements: a new one each time was slower (benchmarks.blend_ranks).
         # It may change in and outside of inference mode.
         with torch.inference_mode(False):
-            self._ailing = torch.zeros(1, dtype=torch.int64)  # on the CPU: no device waits
+            self._ailing = torch.zeros(
+                1, dtype=torch.int64, device="cpu"
+            )  # so that no device waits
         self._number = self._ailing.numpy()
 
     def __call__(self, well: bool) -> bool:

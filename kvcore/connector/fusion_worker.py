@@ -110,8 +110,12 @@ class _Meetings:
         self._met: list[BlendOrder] = []  # kept, so that no other order gets the id of one
 
     def begin(self) -> None:
-        """Begin a step, or end it."""
+        """Begin a step."""
         self._met.clear()
+
+    def end(self, orders: Iterable[BlendOrder]) -> None:
+        """End the part of a step in which ranks meet for ``orders``: nothing is left of them."""
+        self._met = list(orders)
 
     def agree(self, order: BlendOrder, well: bool) -> bool:
         """Return True if every rank can carry out the order. A collective."""
@@ -172,10 +176,10 @@ class RefusingFusionWorker:
         """Return nothing: there are no blends."""
         return []
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one does not blend. A collective; ends the step."""
         self._meetings.decline(orders)
-        self._meetings.begin()
+        self._meetings.end(orders)
 
 
 class FusionWorker:
@@ -209,9 +213,18 @@ class FusionWorker:
         self._reports: list[BlendReport] = []
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
         self._meetings = _Meetings(layers.agree)
-        if ops.compiles:
+        self._profile: list[tuple[int, float]] = []
+
+    def warm_up(self, *, timed: bool) -> None:
+        """Compile what blends use, and time the layers if ``timed``. Call before the engine serves.
+
+        A collective: a rank that could not build its worker would be waited for. So the ranks agree
+        first that each of them has a fusion worker.
+        """
+        if self._ops.compiles:
             self._prepare()
-        self._profile = self._profiled() if config.fusion.adaptive else []
+        if timed:
+            self._profile = self._profiled()
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Start to copy chunks into staging, and return the reports of refused graphs.
@@ -260,14 +273,14 @@ class FusionWorker:
                 self._worker.release(chunk.graph.graph_id)
         return failed
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one does not carry out the rest of a step's orders.
 
         For a rank whose other parts have failed: it still has to meet the others, once for each
         order. A collective; ends the step.
         """
         self._meetings.decline(orders)
-        self._meetings.begin()
+        self._meetings.end(orders)
 
     @torch.inference_mode()
     def _done(
@@ -324,7 +337,7 @@ class FusionWorker:
         return reports
 
     def take_profile(self) -> list[tuple[int, float]]:
-        """Return and forget (rows, seconds) of the layers, timed at construction."""
+        """Return and forget (rows, seconds) of the layers, timed by `warm_up`."""
         profile, self._profile = self._profile, []
         return profile
 
@@ -513,7 +526,7 @@ class PromisedFusionWorker(FusionWorker):
                 for chunk in order.chunks:
                     self._worker.release(chunk.graph.graph_id)
 
-    def decline(self, orders: Iterable[BlendOrder]) -> None:
+    def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one carries out none of a step's orders.
 
         They make no blend of the step then: it fails on every rank. Does nothing after `carry_out`,
@@ -522,7 +535,7 @@ class PromisedFusionWorker(FusionWorker):
         if self._meetings.left(orders):
             self._layers.agree(False)  # the first order's chunks have not arrived
             self._layers.agree(False)  # and it cannot be computed
-        self._meetings.begin()
+        self._meetings.end(orders)
 
     def _there(self, order: BlendOrder, arrived: Callable[[BlendOrder], bool]) -> bool:
         try:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -50,7 +51,8 @@ class Load(Generic[_R]):
 
     ``request_id`` is the request that is parked for the load; None if this step waits for it.
     Copies of every attempt begin ``after`` the same event: nothing writes to the pages later.
-    ``attempts`` is the most times that the graph is submitted. ``left`` counts the ops of this
+    ``attempts`` is the most times that the graph is submitted. ``cancelled`` says that the leader
+    has cancelled it. ``left`` counts the ops of this
     attempt that have not ended. It leaves out ops that do not touch the engine's pages, so that a
     medium that hangs holds no page. ``passed`` counts the reports that `pass_on` has returned.
     """
@@ -106,6 +108,15 @@ def chunks_of(orders: Iterable[BlendOrder]) -> list[TransferGraph]:
     return [chunk.graph for order in orders for chunk in order.chunks]
 
 
+def _refused(report: OpReport) -> OpReport:
+    """Return a report in which rows that were cancelled were refused."""
+    failed: dict[int, RowError] = {
+        row: RowError.REFUSED if error is RowError.CANCELLED else error
+        for row, error in report.failed.items()
+    }
+    return OpReport(report.graph_id, report.op_id, failed)
+
+
 class StepWorker(Generic[_R]):
     """One rank's worker, driven by the steps of an engine.
 
@@ -133,6 +144,8 @@ class StepWorker(Generic[_R]):
         self._todo: dict[int, TransferGraph] = {}  # work that was taken on and not begun
         self._lost: set[str] = set()  # requests whose chunks did not arrive
         self._abandoned = False
+        self._given_up: set[int] = set()  # cancelled because of an error
+        self._polled: deque[OpReport] = deque()  # not taken in yet
         self._reports: list[OpReport] = []
 
     # -- work -------------------------------------------------------------------------------
@@ -220,10 +233,19 @@ class StepWorker(Generic[_R]):
         return self._worker.wait_idle(timeout)
 
     def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
-        """Cancel graphs because of an error, repeat no load any more, and `quiesce`."""
+        """Cancel graphs because of an error, repeat no load any more, and `quiesce`.
+
+        What is cancelled here is reported as refused: an engine still counts on a load whose
+        request was not aborted.
+        """
         with self._lock:  # a load that is being repeated is submitted by now, or never
             self._abandoned = True
             graph_ids = list(graph_ids)
+            self._given_up.update(
+                graph_id
+                for graph_id in graph_ids
+                if (load := self._loads.get(graph_id)) is not None and not load.cancelled
+            )
         for graph_id in graph_ids:
             self._worker.cancel(graph_id)
         return self.quiesce(timeout)
@@ -239,7 +261,7 @@ class StepWorker(Generic[_R]):
             for graph in graphs:
                 self._todo.pop(graph.graph_id, None)
                 if (load := self._loads.get(graph.graph_id)) is not None:
-                    load.cancelled = True
+                    load.attempts = load.attempt
                 for report in refuse(graph, error):
                     self._take(report)
 
@@ -329,8 +351,18 @@ class StepWorker(Generic[_R]):
         """Tell the other ranks that this one makes no more of a step's blends. A collective."""
         self._blends.decline(orders)
 
+    @property
+    def can_blend(self) -> bool:
+        """True if this rank can make blends."""
+        return isinstance(self._blends, FusionWorker)
+
+    def warm_up_blends(self, *, timed: bool) -> None:
+        """Prepare blends, if every rank can make them. See `FusionWorker.warm_up`. A collective."""
+        if isinstance(self._blends, FusionWorker):
+            self._blends.warm_up(timed=timed)
+
     def take_profile(self) -> list[tuple[int, float]]:
-        """Return (rows, seconds) of the layers, timed when the fusion worker was built.
+        """Return (rows, seconds) of the layers, timed by `warm_up_blends`.
 
         Empty after the first call.
         """
@@ -345,8 +377,9 @@ class StepWorker(Generic[_R]):
     def _collect(self) -> None:
         """Take in the reports that are ready. Blocks as `_submit` does."""
         with self._lock:
-            for report in self._worker.poll():
-                self._take(report)
+            self._polled += self._worker.poll()
+            while self._polled:  # if one raises, the next call takes in the others
+                self._take(self._polled.popleft())
 
     def _take_reports(self) -> list[OpReport]:
         """Return and forget the reports that were passed on since the last call."""
@@ -360,6 +393,8 @@ class StepWorker(Generic[_R]):
         if load is None:
             self._reports.append(report)
             return
+        if report.graph_id in self._given_up:
+            report = _refused(report)
         load.take(report)
         if load.may_retry and not self._abandoned:
             if load.left:
@@ -380,8 +415,13 @@ class StepWorker(Generic[_R]):
         _log.warning("a load failed and is tried again graph=%d", load.graph_id)
         load.attempt += 1
         load.begin()
-        self._worker.wait_report(RETRY_WAIT_S)  # if the queue was full, let it drain
-        self._submit(load.graph)
+        try:
+            self._worker.wait_report(RETRY_WAIT_S)  # if the queue was full, let it drain
+            self._submit(load.graph)
+        except BaseException:
+            if self._loads.get(load.graph_id) is load:  # no report would ever end it
+                self._refuse([load.graph], RowError.REFUSED)
+            raise
 
     def _ended(self, load: Load[_R]) -> None:
         """Handle the final end of a load or a chunk. The caller holds the lock."""

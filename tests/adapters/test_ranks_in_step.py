@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +16,12 @@ import pytest
 from kvcore.config import Config
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder, ChunkLoad
-from kvcore.connector.fusion_worker import FusionWorker, PromisedFusionWorker
+from kvcore.connector.fusion_worker import (
+    FusionWorker,
+    PromisedFusionWorker,
+    RefusingFusionWorker,
+    _Meetings,
+)
 from kvcore.connector.worker import StepWorker
 from kvcore.errors import TransferError
 from kvcore.fusion.select import runs
@@ -314,6 +320,26 @@ def test_a_rank_on_which_kvcore_fails_is_not_waited_for(
 def test_sites_are_found(engine: str, passed: list[str]) -> None:
     assert {"_submit", "_begin_blends", "_wait_layer"} <= set(passed)
     assert check(engine, passed.index("_begin_blends")), "an error there is no blend's"
+
+
+@pytest.mark.parametrize("kind", [FusionWorker, PromisedFusionWorker, RefusingFusionWorker])
+def test_a_step_is_declined_once(kind: type[Any]) -> None:
+    """A rank may stop after it has declined, and then declines again."""
+    said: list[bool] = []
+    if kind is RefusingFusionWorker:
+        blends: Any = RefusingFusionWorker(1, lambda well: bool(said.append(well)))
+    else:
+        blends = kind.__new__(kind)
+        blends._layers = SimpleNamespace(agree=lambda well: bool(said.append(well)))
+        blends._meetings = _Meetings(blends._layers.agree)
+    first, second = Step.numbered(0).orders, Step.numbered(1).orders
+    blends.decline(first)
+    met = len(said)
+    assert met == 2
+    blends.decline(first)
+    assert len(said) == met
+    blends.decline(second)
+    assert len(said) == 2 * met
 
 
 def test_the_matcher_notices_a_rank_that_does_not_come() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcore.config import Config
 from kvcore.connector.build import (
     LeaderParts,
+    WorkerParts,
     build_fusion_scheduler,
     build_fusion_worker,
     build_leader,
@@ -19,16 +20,16 @@ from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import KVCoreError
+from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.rope import Rope
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import ForwardPart
-from kvcore_sglang.describe import Served
+from kvcore_sglang.describe import Rank, Served
 from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
-from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, join, open_links
+from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, gather_words, join, open_links
 from kvcore_sglang.worker import WorkerConnector
 
 
@@ -82,14 +83,21 @@ def build(
     rank 0 only if a server refuses it. Nothing is left open then.
     """
     rank, model = served.rank, served.model
-    parts = build_worker(config, model, rank.number, [served.pool.view])
-    blends = None
-    if fusable is not None:
-        layers, ropes = fusable.layers, fusable.ropes
-        blends = build_fusion_worker(FusionWorker, config, model, rank.number, parts, layers, ropes)
-    timed = times_forwards and rank.number == 0  # all ranks take the same time
-    clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
-    worker = WorkerConnector(parts, forward_stream, blends, clock)
+
+    def make() -> tuple[WorkerParts, WorkerConnector]:
+        parts = build_worker(config, model, rank.number, [served.pool.view])
+        blends = None
+        if fusable is not None:
+            layers, ropes = fusable.layers, fusable.ropes
+            blends = build_fusion_worker(
+                FusionWorker, config, model, rank.number, parts, layers, ropes
+            )
+        timed = times_forwards and rank.number == 0  # all ranks take the same time
+        clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
+        return parts, WorkerConnector(parts, forward_stream, blends, clock)
+
+    parts, worker = _on_all(rank, make)
+    worker.warm_up_blends(timed=config.fusion.adaptive)
     if rank.number:
         follower = join(rank)(worker, parts.metrics)
         return Parts(served, worker, NoLinks(), None, follower)
@@ -101,6 +109,24 @@ def build(
         links.close()
         raise
     return Parts(served, worker, links, leader, None)
+
+
+def _on_all(
+    rank: Rank, make: Callable[[], tuple[WorkerParts, WorkerConnector]]
+) -> tuple[WorkerParts, WorkerConnector]:
+    """Return what ``make`` makes, if it does on every rank; else raise on every rank.
+
+    A collective. The ranks wait for each other when they warm up and when they are linked.
+    """
+    try:
+        made = make()
+    except Exception as error:
+        gather_words(rank, str(error) or type(error).__name__)
+        raise
+    if problems := [word for word in gather_words(rank, "") if word]:
+        made[1].close()
+        raise UnsupportedError(f"another rank cannot move KV: {problems[0]}")
+    return made
 
 
 def _leader(

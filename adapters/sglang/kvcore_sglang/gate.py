@@ -76,7 +76,7 @@ class LayerGate:
 
         rank.expect(orders)
         worker.take_on((), orders)
-        if not rank.run("set_consumer", begin, False):
+        if not rank.run("set_consumer", begin, False) and index in self._batches:
             self._unblended.add(index)
         rank.meet()
         if rank.stopped:

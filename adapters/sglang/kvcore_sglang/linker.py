@@ -24,7 +24,7 @@ import torch
 from kvcore import log
 from kvcore.config import Config, load_config
 from kvcore.connector.guard import Guard
-from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError, RankLostError
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Data, PrometheusSink
 from kvcore.transfer.graph import TransferGraph
@@ -148,6 +148,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             )
         except ConfigError as error:
             wrong, problem = error, str(error)
+        except RankLostError:  # the others wait for this rank in another call
+            raise
         except Exception as error:  # noqa: BLE001 - as above
             problem = _problem(error)
         # A wrong size shows on every rank. A server that refuses shows on the leader's only.
@@ -178,8 +180,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             buffers = served.pool.view.tensors
             layers = SglangLayers(model, buffers, most if most > 0 else None, served.rank.ranks)
             found = Fusable(layers, ropes)
-        except UnsupportedError as error:
-            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, and the engine goes on
+            problem = _problem(error)
         problems = [word for word in gather_words(served.rank, problem) if word]
         if problems:
             _log.warning("exact prefixes only: %s", problems[0])
@@ -302,8 +304,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         If such a load failed during the forward, the request could not be computed again without
         answering twice.
         """
-        parts.worker.start_loads(graphs)
-        landed = parts.worker.finish(graph.graph_id for graph in graphs)
+        gate = self.layer_done_counter
+        landed = gate.finish(gate.start(graphs))
         if not any(gather_words(parts.served.rank, "" if landed else "failed")):
             return True
         self.refuse([rid])

@@ -77,21 +77,18 @@ def _blends(
         max_rows=getattr(llm_args, "max_num_tokens", None),
         gather=allgather if facts.world_size > 1 else None,
     )
-    # Not timed, because that is a collective and it is not known yet if all ranks can blend.
-    fusion = config.fusion.model_copy(update={"adaptive": False})
-    untimed = config.model_copy(update={"fusion": fusion})
     model = whole(facts, memory.groups, config.block.tokens)
     return build.build_fusion_worker(
-        PromisedFusionWorker, untimed, model, rank, parts, layers, ropes
+        PromisedFusionWorker, config, model, rank, parts, layers, ropes
     )
 
 
 def agree_on_fusion(
     config: Config, side: WorkerConnector, ranks: int, allgather: Allgather
 ) -> None:
-    """Stop blends on every rank unless all ranks can blend.
+    """Stop blends on every rank unless all ranks can blend. Otherwise prepare them.
 
-    A collective: every rank that has a worker calls it.
+    A collective: every rank calls it.
     """
     if not config.fusion.enabled:
         return
@@ -100,6 +97,8 @@ def agree_on_fusion(
     if reason := next(filter(None, reasons), b"").decode():
         _log.warning("exact prefixes only: %s", reason)
         side.refuse_blends(reason)
+    else:
+        side.warm_up_blends(timed=False)
 
 
 def refusing_worker_connector(world_size: int, allgather: Allgather) -> WorkerConnector:

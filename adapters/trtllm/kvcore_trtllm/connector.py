@@ -103,24 +103,24 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
         self._register(lambda facts: of_regions(layout, facts, self._rank))
 
     def _register(self, look: Callable[[ModelFacts], Memory]) -> None:
-        if self._facts is None:
-            return
         self.shutdown()  # memory that was registered before is gone
+        ranks = int(self._llm_args.tensor_parallel_size or 1)
         memory: Memory | None = None
-        try:
-            memory = look(self._facts)
-            self._side = build_worker_connector(
-                self._config,
-                memory,
-                self._rank,
-                _names.allgather,
-                layerwise=self._layerwise,
-                llm_args=self._llm_args,
-            )
-        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
-            _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
-            self._side = refusing_worker_connector(self._facts.world_size, _names.allgather)
-        agree_on_fusion(self._config, self._side, self._facts.world_size, _names.allgather)
+        self._side = refusing_worker_connector(ranks, _names.allgather)
+        if self._facts is not None:  # else other ranks may serve the model all the same
+            try:
+                memory = look(self._facts)
+                self._side = build_worker_connector(
+                    self._config,
+                    memory,
+                    self._rank,
+                    _names.allgather,
+                    layerwise=self._layerwise,
+                    llm_args=self._llm_args,
+                )
+            except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
+                _log.warning("kvcore stands aside on rank %d: %s", self._rank, error)
+        agree_on_fusion(self._config, self._side, ranks, _names.allgather)
         leader = None
         if self._rank == 0 and memory is not None:
             leader = self._meeting.leader = self._build_leader(memory, self._side)

@@ -70,6 +70,12 @@ class Tally:
         self._open.difference_update((report.graph_id, report.op_id) for report in ended)
         return ended, counted
 
+    def first(self, word: str) -> str:
+        """Return the first word that is not empty of all ranks' words, else "". A collective."""
+        own = word.encode()
+        words = self._allgather(own) if self._ranks > 1 else [own]
+        return next(filter(None, words), b"").decode()
+
 
 class WorkerConnector(StepWorker[int]):
     """The worker half of one rank. Called from the executor's thread only.
@@ -107,6 +113,7 @@ class WorkerConnector(StepWorker[int]):
         self._saving: dict[int, set[int]] = {}  # request -> saves that read its pages
         self._saver: dict[int, int] = {}  # save -> request
         self._loaded: set[int] = set()  # have ended and were not returned yet
+        self._failed: set[int] = set()  # loads that have failed, and were not cancelled
         self._loads_asked: set[int] = set()
         self._saves_asked: set[int] = set()
         self._worked = False
@@ -190,7 +197,8 @@ class WorkerConnector(StepWorker[int]):
         """Refuse the work of a plan that was not begun, and break the step if it counts on that."""
         plan.late_saves = []
         self.refuse_rest()
-        if plan.sync_loads or plan.blends:
+        shared = set(plan.fence) & (self._failed | self._loads.keys()) - set(plan.cancel)
+        if plan.sync_loads or plan.blends or shared:
             plan.broken = plan.broken or f"kvcore stands aside on a rank: {self._rank.stopped}"
 
     def start(self, graph: TransferGraph) -> None:
@@ -280,11 +288,11 @@ class WorkerConnector(StepWorker[int]):
         and was not cancelled, the step is broken: another request in it may count on its pages.
         """
         load = self._loads.get(graph_id)
-        if load is None:
+        if load is None:  # a save, or a load that has ended on this rank
             self._worker.follow(graph_id)
-            return
-        self._wait_loads([load])
-        if load.failed and not load.cancelled:
+        else:
+            self._wait_loads([load])
+        if graph_id in self._failed and graph_id not in self._plan.cancel:
             self._plan.broken = self._plan.broken or (
                 "KV that this step shares with a request that loads it did not arrive"
             )
@@ -294,8 +302,9 @@ class WorkerConnector(StepWorker[int]):
     def end_forward(self) -> None:
         """Start the saves of what the forward computed. Does nothing the second time in a step.
 
-        Raises TransferError if the forward computed on KV that had not arrived. TensorRT-LLM then
-        answers the step's requests with an error.
+        Raises TransferError, on every rank, if the forward of one computed on KV that had not
+        arrived. TensorRT-LLM then answers the step's requests with an error. A collective if the
+        step counts on KV.
         """
         if not self._in_step:
             return
@@ -318,13 +327,20 @@ class WorkerConnector(StepWorker[int]):
             self.refuse_rest()
 
     def _check_step(self) -> None:
-        """Raise TransferError if the step's results must not be used."""
-        if self._sync and not self._plan.broken:
+        """Raise TransferError, on every rank, if the step's results must not be used.
+
+        A collective if the step counts on KV: the engine would use the results of a rank that does
+        not raise.
+        """
+        plan = self._plan
+        if self._sync and not plan.broken:
             self._rank.run("wait_for_save", self._follow_loads, None)
             if self._rank.stopped:
-                self._refuse_plan(self._plan)
-        if self._plan.broken:
-            raise TransferError(self._plan.broken)
+                self._refuse_plan(plan)
+        if plan.sync_loads or plan.blends or plan.fence:  # on all ranks alike
+            plan.broken = self._tally.first(plan.broken)
+        if plan.broken:
+            raise TransferError(plan.broken)
         if self._layerwise and self._sync and len(self._waited) < self._layers:
             raise TransferError(
                 "the engine ran its forward without calling the layers' hooks (a CUDA graph, or "
@@ -383,5 +399,7 @@ class WorkerConnector(StepWorker[int]):
                 del self._saving[request_id]
 
     def _ended(self, load: Load[int]) -> None:
+        if load.failed and not load.cancelled:
+            self._failed.add(load.graph_id)
         if load.request_id is not None:
             self._loaded.add(load.request_id)

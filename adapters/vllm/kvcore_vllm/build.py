@@ -229,6 +229,15 @@ def _blends(
     return build_fusion_worker(FusionWorker, config, model, rank, parts, layers, ropes)
 
 
+def warm_up_blends(config: Config, vllm_config: VllmConfig, worker: WorkerConnector) -> None:
+    """Prepare blends if every rank can make them.
+
+    A collective if fusion is on: every rank calls it once, whatever worker it has.
+    """
+    if config.fusion.enabled and Agreement(collectives(vllm_config))(worker.can_blend):
+        worker.warm_up_blends(timed=config.fusion.adaptive)
+
+
 def _hook_attention(
     vllm_config: VllmConfig,
     model: ModelDescription,

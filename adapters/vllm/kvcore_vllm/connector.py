@@ -34,6 +34,7 @@ from kvcore_vllm.build import (
     build_worker_connector,
     loads_layerwise,
     refusing_worker_connector,
+    warm_up_blends,
 )
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
@@ -42,6 +43,7 @@ from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.weights import watch_weights
+from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
 
 if TYPE_CHECKING:
@@ -202,16 +204,23 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
         groups = self._kv_cache_config.kv_cache_groups
         sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
+        worker = self._build_worker(kv_caches)
+        if worker is None:
+            worker = refusing_worker_connector(self._vllm_config, sizes)
+        warm_up_blends(self._config, self._vllm_config, worker)
+        self._worker = WorkerGuard(worker)
+        if self._model is not None:
+            watch_weights(self._vllm_config, self._worker.weights_changed)
+
+    def _build_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerConnector | None:
+        """Build this rank's worker; None if kvcore cannot move its KV."""
         if self._model is None:  # the leader may have read the model all the same
-            self._worker = WorkerGuard(refusing_worker_connector(self._vllm_config, sizes))
-            return
+            return None
         try:
-            worker = build_worker_connector(self._config, self._vllm_config, self._model, kv_caches)
+            return build_worker_connector(self._config, self._vllm_config, self._model, kv_caches)
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
-            worker = refusing_worker_connector(self._vllm_config, sizes)
-        self._worker = WorkerGuard(worker)
-        watch_weights(self._vllm_config, self._worker.weights_changed)
+            return None
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.

@@ -133,9 +133,6 @@ class RankBlender(FusionWorker):
         self._model = model
         self._lent = RankLayers(model)
         shape = model.model.block_shape(model.page_tokens).with_heads(model.kv_heads)
-        # Ranks are made one after the other, and timing the layers is a collective.
-        untimed = config.fusion.model_copy(update={"adaptive": False})
-        config = config.model_copy(update={"fusion": untimed})
         pages = model.page_tokens
         super().__init__(config, worker, self._lent, self.ropes(), shape, selector, pages, ops)
 

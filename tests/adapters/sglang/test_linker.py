@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 
 from kvcore.config import Config  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
-from kvcore_sglang import plugin  # noqa: E402
+from kvcore_sglang import build, plugin  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
+from kvcore_sglang.gate import LayerGate  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLinks  # noqa: E402
 
@@ -61,12 +62,26 @@ class Leader:
 
 
 class Worker:
-    def __init__(self, lands: bool) -> None:
-        self.lands = lands
+    def __init__(self, lands: bool, fails: bool = False) -> None:
+        self.lands, self.fails = lands, fails
         self.calls: list[Any] = []
 
+    def take_on(self, graphs: Sequence[Any], orders: Sequence[Any] = ()) -> None:
+        pass
+
     def start_loads(self, graphs: Sequence[Any]) -> None:
+        if self.fails:
+            raise RuntimeError("an error of kvcore")
         self.calls.append(("start", [graph.graph_id for graph in graphs]))
+
+    def open_loads(self) -> list[int]:
+        return []
+
+    def abandon(self, graph_ids: Iterable[int], timeout: float) -> bool:
+        return True
+
+    def refuse_rest(self) -> None:
+        self.calls.append("refuse")
 
     def finish(self, graph_ids: Iterable[int]) -> bool:
         self.calls.append(("finish", list(graph_ids)))
@@ -95,6 +110,8 @@ def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker = linker_class.__new__(linker_class)
     linker._queued = {}
+    stand_in: Any = worker
+    linker.layer_done_counter = LayerGate(stand_in, layers=1, layerwise=True)
     linker._parts = SimpleNamespace(
         leader=leader,
         follower=None,
@@ -127,6 +144,18 @@ def test_a_request_that_was_answered_in_part_is_loaded_at_once(
     assert worker.calls == [("start", [7]), ("finish", [7])]
     assert not linker._queued
     assert leader.refused == ([] if lands else ["r"])
+
+
+def test_a_load_at_once_that_raises_is_refused_on_all_ranks(linker_class: Any) -> None:
+    """The other ranks wait for the outcome. The rank does no more work."""
+    leader, worker = Leader(resumed=True), Worker(lands=True, fails=True)
+    linker = made(linker_class, leader, worker)
+    assert not linker.load("r", TRANSFERS)
+    assert leader.refused == ["r"]
+    worker.fails, leader.resumed = False, True
+    assert not linker.load("r", TRANSFERS)
+    assert worker.calls == ["refuse", "refuse"]
+    assert linker.layer_done_counter.stopped
 
 
 @pytest.mark.parametrize("keeps", [True, False])
@@ -167,6 +196,57 @@ def test_kv_from_before_a_change_of_weights_is_not_found_after_a_flush(
     assert leader.told[3:] == ["forget requests", *([] if hooked else ["renew"])]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_rank_without_a_worker_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Ranks warm up together and are linked only if each of them has a worker."""
+    both, words = threading.Barrier(2), ["", ""]
+    closed, warmed = list[int](), list[int]()
+
+    def gather(rank: Rank, word: str) -> list[str]:
+        words[rank.number] = word
+        both.wait(60)
+        return list(words)
+
+    class Connector:
+        def __init__(self, number: int, *_: Any) -> None:
+            self.number = number
+
+        def warm_up_blends(self, *, timed: bool) -> None:
+            warmed.append(self.number)
+            raise UnsupportedError("far enough")
+
+        def close(self) -> None:
+            closed.append(self.number)
+
+    def worker(config: Any, model: Any, number: int, views: Any) -> int:
+        if fails and number:
+            raise MemoryError("no host memory on this rank")
+        return number
+
+    monkeypatch.setattr(build, "gather_words", gather)
+    monkeypatch.setattr(build, "build_worker", worker)
+    monkeypatch.setattr(build, "WorkerConnector", Connector)
+
+    def start(number: int) -> str:
+        pool = SimpleNamespace(view=None)
+        served: Any = SimpleNamespace(rank=Rank(number, 2, None), model=None, pool=pool)
+        with pytest.raises((UnsupportedError, MemoryError)) as error:
+            build.build(Config(), served)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as ranks:
+        said = list(ranks.map(start, range(2)))
+    own = "no host memory on this rank"
+    if fails:
+        assert said == [f"another rank cannot move KV: {own}", own]
+        assert (closed, warmed) == ([0], [])
+    else:
+        assert said == ["far enough"] * 2
+        assert sorted(warmed) == [0, 1]
+
+
 @pytest.mark.parametrize("refused", [True, False])
 def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
     linker_class: Any, monkeypatch: pytest.MonkeyPatch, refused: bool
@@ -181,7 +261,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
         both.wait(60)
         return found
 
-    def build(config: Any, served: Any, *rest: Any, **more: Any) -> Any:
+    def build_parts(config: Any, served: Any, *rest: Any, **more: Any) -> Any:
         if refused and served.rank.number == 0:
             raise UnsupportedError("the kvcore server refuses this engine")
         return SimpleNamespace(close=lambda: closed.append(served.rank.number))
@@ -192,7 +272,7 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
         "find_rank": lambda rank: rank,
         "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
         "gather_words": gather_words,
-        "build": build,
+        "build": build_parts,
         "_publisher": lambda *given: None,
     }.items():
         monkeypatch.setitem(around, name, stand_in)

@@ -87,3 +87,17 @@ def test_every_attempt_waits_for_the_same(
     assert waited_for[0] is not None
     assert all(one is waited_for[0] for one in waited_for)
     assert rig.read(2) == {1.0}
+
+
+def test_a_batch_without_loads_is_right_on_a_rank_that_has_stopped(
+    rig: ManualRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the batch of a request whose load was made at once, before."""
+    worker = WorkerConnector(rig.parts)
+    gate = LayerGate(worker, layers=SHAPE.layers, layerwise=True)
+    monkeypatch.setattr(worker, "start_loads", lambda graphs: 1 / 0)
+    gate.set_consumer(gate.start([rig.load(1, page=2, slot=0)]))
+    assert gate.stopped
+    assert not gate.finish(1)
+    gate.set_consumer(-1)
+    assert gate.finish(-1)

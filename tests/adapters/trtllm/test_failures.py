@@ -178,6 +178,51 @@ def test_a_parked_load_that_cannot_be_had_fails_its_step_on_every_rank(
     assert request.generated == []
 
 
+def test_a_parked_load_that_an_error_has_cancelled_lets_no_request_answer(
+    make: Make, reference: Any, copies: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first load is being copied when the worker fails, and the second one waits behind it."""
+    harness = make({"transfer": {"sync_load_max": 0, "copy_threads": 1}})
+    prompts = [tokens(seed, 100) for seed in range(2)]
+    harness.generate(prompts, 1)
+    settle(harness)
+    copies["loads"].clear()
+    parked = [harness.submit(prompt, ANSWER) for prompt in prompts]
+    running = harness.submit(tokens(9, 20), 40)
+    harness.step_until(running, State.GENERATING)
+    monkeypatch.setattr(harness.workers[0]._side, "_tend_tiers", lambda *_: 1 / 0)
+    threading.Timer(0.3, copies["loads"].set).start()
+    with pytest.raises(TransferError, match="did not arrive"):
+        harness.run()
+    for request, prompt in zip(parked, prompts, strict=True):
+        assert request.generated == reference(prompt)[: len(request.generated)]
+
+
+@pytest.mark.parametrize("ill", [0, 1])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_rank_that_cannot_read_the_model_is_not_waited_for(
+    make: Make,
+    reference: Any,
+    adapter: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ill: int,
+    fuses: bool,
+) -> None:
+    describe = adapter.describe
+
+    def described(llm_args: Any) -> Any:
+        if adapter._names.rank() == ill:
+            raise OSError("this node has no checkpoint")
+        return describe(llm_args)
+
+    monkeypatch.setattr(adapter, "describe", described)
+    harness = make({"fusion": {"enabled": fuses}}, ranks=2)
+    prompt = tokens(1, 100)
+    for _ in range(2):
+        assert harness.generate([prompt], ANSWER) == [reference(prompt)]
+        harness.forget()
+
+
 # --- nothing raises out of the scheduler ------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import kvcore_vllm.connector
 from kvcore.config import load_config
 from kvcore.connector import rank_guard
 from kvcore.connector.forward_timer import ForwardTimer
-from kvcore.connector.fusion_worker import RefusingFusionWorker
+from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.errors import ConfigError, TransferError, UnsupportedError
 from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
@@ -494,3 +494,38 @@ def test_a_refused_load_counts_its_own_tokens(caplog: pytest.LogCaptureFixture) 
     tracked.hit = rig.manager.get_match(rig.chain.keys, rig.space)
     rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 64)
     assert tracked.load_tokens == 64
+
+
+@pytest.mark.parametrize("trouble", ["", "no model", "no worker"])
+@pytest.mark.parametrize("others", [True, False])
+def test_every_rank_meets_the_others_before_blends_are_prepared(
+    worker: WorkerConnector, monkeypatch: pytest.MonkeyPatch, trouble: str, others: bool
+) -> None:
+    """Also one that has no worker: to prepare blends is a collective, and the others would wait."""
+    said: list[bool] = []
+    warmed: list[bool] = []
+
+    def build(*_: Any) -> Any:
+        if trouble == "no worker":
+            raise MemoryError("no host memory on this rank")
+        worker._blends = FusionWorker.__new__(FusionWorker)
+        monkeypatch.setattr(worker._blends, "warm_up", lambda *, timed: warmed.append(timed))
+        return worker
+
+    def agree(well: bool) -> bool:
+        said.append(well)
+        return well and others
+
+    monkeypatch.setattr(kvcore_vllm.connector, "build_worker_connector", build)
+    for name, stand_in in {"collectives": lambda _: None, "Agreement": lambda _: agree}.items():
+        monkeypatch.setattr(f"kvcore_vllm.build.{name}", stand_in)
+    monkeypatch.setattr(kvcore_vllm.connector, "watch_weights", lambda *_: None)
+    made = KVCoreConnector.__new__(KVCoreConnector)
+    made._config = load_config(overrides={"fusion": {"enabled": True}}, env={})
+    made._model = None if trouble == "no model" else SimpleNamespace()  # type: ignore[assignment]
+    made._vllm_config, made._metrics = SimpleNamespace(), Metrics()  # type: ignore[assignment]
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    made._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])  # type: ignore[assignment]
+    made.register_kv_caches({})
+    assert said == [not trouble]
+    assert warmed == ([True] if others and not trouble else [])

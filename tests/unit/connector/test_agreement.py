@@ -52,3 +52,11 @@ def test_ranks_agree_only_if_all_are_well(
 def test_a_rank_alone_agrees_with_itself() -> None:
     agreement = Agreement(None)
     assert [agreement(True), agreement(False)] == [True, False]
+
+
+def test_an_engine_may_make_its_tensors_elsewhere() -> None:
+    """Engines build their models in a context in which tensors are made on the device."""
+    group = SimpleNamespace(cpu_group=None)
+    with torch.device("meta"):
+        agreement = Agreement(SimpleNamespace(get_tp_group=lambda: group))
+    assert agreement._number.shape == (1,)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.config import Config
-from kvcore.connector.fusion_worker import FusionWorker, PromisedFusionWorker
+from kvcore.connector.fusion_worker import PROFILED_ROWS, FusionWorker, PromisedFusionWorker
 from kvcore.connector.guard import Guard
 from kvcore.errors import RankLostError, TransferError
 from kvcore.fusion.ops import TorchFusion
@@ -172,6 +172,29 @@ def test_a_single_rank_fails_alone() -> None:
     assert (time.rows, time.kept, time.exact) == (report.rows, report.kept, ORDER.exact)
     assert time.seconds > 0
     assert made.take_times() == []
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_rank_is_built_without_the_others(timed: bool) -> None:
+    """One that cannot be built would be waited for, so they warm up once all of them are."""
+
+    class Compiled(TorchFusion):
+        compiles = True
+
+        def prepare(self, sample: Any, copies: Any) -> None:
+            prepared.append(sample)
+
+    prepared: list[Any] = []
+    matcher = Matcher(1)
+    config = Config.model_validate({"fusion": {"enabled": True}})
+    worker: Any = Worker(Sites())
+    layers = Layers(0, matcher, Sites())
+    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, SHAPE, runs(), PAGE, Compiled())
+    assert not matcher._calls
+    made.warm_up(timed=timed)
+    assert matcher._calls
+    assert len(prepared) == 1
+    assert [rows for rows, _ in made.take_profile()] == (list(PROFILED_ROWS) if timed else [])
 
 
 def test_a_guard_lets_a_lost_rank_through() -> None:

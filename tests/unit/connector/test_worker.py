@@ -114,3 +114,49 @@ def test_a_load_that_reads_a_tier_is_not_repeated(worker: Worker, scripted: Scri
     assert worker.ended == [(1, True)]
     scripted.end(graph, [0], ok=False)
     assert worker.reports() == [OpReport(1, 0, {0: RowError.IO})]
+
+
+def test_a_load_that_cannot_be_repeated_ends_and_costs_no_other_its_report(
+    worker: Worker, scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may have taken the report, and one may wait for the load in `_settle`."""
+    load, other = worker.load(load_graph(1, layers=2)), load_graph(2)
+    worker.load(other)
+    scripted.end(load.graph, [0], ok=False)
+    scripted.end(load.graph, [1])
+    scripted.end(other)
+    monkeypatch.setattr(worker, "_mark", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        worker.reports()
+    worker.settle(load)
+    refused = {0: RowError.REFUSED}
+    assert worker.reports() == [OpReport(1, 0, refused), OpReport(1, 1, refused), OpReport(2, 0)]
+    assert worker.ended == [(1, True), (2, False)]
+
+
+def test_a_refused_load_that_cannot_be_repeated_is_reported_once(
+    worker: Worker, scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt is made inside of the one before."""
+    scripted.refusals = ATTEMPTS
+    marks = iter([None, None])
+    monkeypatch.setattr(worker, "_mark", lambda: next(marks))
+    with pytest.raises(StopIteration):
+        worker.load(load_graph(1))
+    assert worker.reports() == [OpReport(1, 0, {0: RowError.REFUSED})]
+    assert worker.ended == [(1, True)]
+
+
+@pytest.mark.parametrize("by_leader", [False, True])
+def test_what_an_error_cancels_is_not_reported_as_cancelled_by_the_leader(
+    worker: Worker, scripted: ScriptedWorker, by_leader: bool
+) -> None:
+    graph = load_graph(1, layers=2)
+    worker.load(graph)
+    scripted.end(graph, [0])
+    if by_leader:
+        worker.cancel(1)
+    assert worker.abandon(worker.open_loads(), 1.0)
+    scripted._reports.append(OpReport(1, 1, {0: RowError.CANCELLED}))
+    told = RowError.CANCELLED if by_leader else RowError.REFUSED
+    assert worker.reports() == [OpReport(1, 0), OpReport(1, 1, {0: told})]
