@@ -73,7 +73,9 @@ def main(model: str, sync_load_max: str) -> None:
         for left in (worker._finished, worker._failed, worker._loads, worker._reports):
             left.clear()
         worker._bad_pages.clear()
-        side.disabled = guard.stopped = ""
+        worker._todo.clear()
+        worker._abandoned = False
+        side.disabled = guard._rank.stopped = ""
 
     parts = [*((side, name) for name in SCHEDULER), *((guard._worker, name) for name in WORKER)]
     texts = windows(Path(model), len(parts), 200, 400, seed=4)
