@@ -54,9 +54,9 @@ def test_threads_that_issue_copies_or_wait_for_them_have_entered_the_device(rig:
     """Or an engine that captures a graph meanwhile would forbid it to them."""
     rig.submit(rig.save(1, page=2, slot=4), rig.load(2, page=3, slot=0))
     rig.end()
-    waited = set(rig.device.host_waits)
-    assert waited
-    assert waited < rig.device.entered
+    entered = {call.thread for call in rig.machine.calls if call.kind == "enter"}
+    assert rig.machine.waited
+    assert rig.machine.waited < entered
 
 
 def test_a_load_into_a_page_that_a_save_reads_comes_after_it(rig: ManualRig) -> None:
