@@ -45,6 +45,8 @@ from support.fusion_ranks import (
 )
 from support.worker import UNIT_TOKENS, ScriptedWorker, load_graph
 
+pytestmark = pytest.mark.slow
+
 RANKS, ILL = 2, 1
 
 

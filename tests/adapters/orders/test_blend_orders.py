@@ -24,6 +24,8 @@ from support.orders.blends import BlendBooks, BlendRank, ToyLayers, blends_of
 from support.orders.finding import expect_none, find_fault
 from support.orders.vllm import VllmRunner
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 
 

@@ -27,6 +27,8 @@ from support.orders.disk import DirectBooks, disk_rank
 from support.orders.finding import expect_none, find_fault
 from support.orders.vllm import VllmRunner
 
+pytestmark = pytest.mark.slow
+
 STEPS = 30
 
 

@@ -42,6 +42,8 @@ from support.orders.sglang import SglangScheduler
 from support.orders.trtllm import TrtllmExecutor
 from support.orders.vllm import VllmRunner
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 
 

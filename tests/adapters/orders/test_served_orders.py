@@ -32,6 +32,8 @@ from support.orders.finding import expect_none, find_fault
 from support.orders.served import ServedBooks, ServedRank
 from support.orders.vllm import VllmRunner
 
+pytestmark = pytest.mark.slow
+
 STEPS = 15
 WAYS = [None, *Way]
 

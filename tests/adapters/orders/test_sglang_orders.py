@@ -10,6 +10,8 @@ from support.orders.books import Books
 from support.orders.failing import fail_first_attempts
 from support.orders.sglang import SglangScheduler
 
+pytestmark = pytest.mark.slow
+
 STEPS = 25
 
 

@@ -8,6 +8,8 @@ from kvcore.testing.gpu import GpuRank, Machine, installed
 from support.orders.books import Books
 from support.orders.trtllm import TrtllmExecutor
 
+pytestmark = pytest.mark.slow
+
 STEPS = 25
 
 

@@ -12,6 +12,8 @@ from kvcore.worker import WorkerLimits
 from support.orders.books import Books
 from support.orders.vllm import VllmRunner
 
+pytestmark = pytest.mark.slow
+
 STEPS = 25
 
 

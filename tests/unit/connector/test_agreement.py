@@ -14,6 +14,8 @@ import torch.multiprocessing as processes  # noqa: E402
 
 from kvcore.connector.engine_layers import Agreement  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 TIMES = 40
 
 

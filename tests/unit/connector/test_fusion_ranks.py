@@ -44,6 +44,8 @@ from support.fusion_ranks import (
     together,
 )
 
+pytestmark = pytest.mark.slow
+
 RANKS, ILL = 2, 1
 
 

@@ -358,6 +358,7 @@ class Ranks:
         return Rank(LLAMA.decoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["layer", "write", "merge", "attend"])
 @pytest.mark.parametrize("call", [0, 2, 3])
 @pytest.mark.parametrize("selector", ["key", "runs"])

@@ -16,6 +16,8 @@ from tools.gpu.metadata import ROOT
 from tools.gpu.parts import _tests, kernels, sanitizer, worker
 from tools.gpu.record import Record, read
 
+pytestmark = pytest.mark.slow
+
 H100: dict[str, Any] = {"gpu": "NVIDIA H100", "cores": 16, "sanitizer": "/opt/compute-sanitizer"}
 NONE: dict[str, Any] = {"gpu": None, "why_no_gpu": "torch sees no GPU"}
 

@@ -21,6 +21,8 @@ from tools.gpu.parts import PARTS, TOTAL_S, UnknownPartError, chosen
 from tools.gpu.record import Record, read
 from tools.gpu.runner import Runner
 
+pytestmark = pytest.mark.slow
+
 MACHINE: dict[str, Any] = {
     "gpu": None,
     "why_no_gpu": "torch sees no GPU",

@@ -29,6 +29,8 @@ from kvcore.transfer.graph import SKIP, RowError, UnitTable
 from kvcore.transfer.graph import Path as Direction
 from kvcore.worker import worker as kvcore_worker  # after the skip
 
+pytestmark = pytest.mark.slow
+
 ANSWER = 6
 
 

@@ -19,6 +19,8 @@ from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine
 from kvcore.tiers.remote.memory import MemoryStore, shared_store
 
+pytestmark = pytest.mark.slow
+
 Hosts = Callable[..., ReferenceEngine]
 VOCABULARY = 512
 
