@@ -89,11 +89,9 @@ class Agreement:
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
         # One tensor for all agreements: a new one each time was slower (benchmarks.blend_ranks).
-        # It may change in and outside of inference mode.
+        # It may change in and outside of inference mode. On the CPU, so that no device waits.
         with torch.inference_mode(False):
-            self._ailing = torch.zeros(
-                1, dtype=torch.int64, device="cpu"
-            )  # so that no device waits
+            self._ailing = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._number = self._ailing.numpy()
 
     def __call__(self, well: bool) -> bool:

@@ -154,7 +154,7 @@ def test_a_thread_of_kvcores_is_not_bound_by_captures_elsewhere(
 
 
 def test_a_device_is_entered_without_a_runtime_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a torch that holds the runtime within itself."""
+    """Torch may hold the runtime within itself, so that no library of it is mapped."""
     gpu, entered = on_cpu(monkeypatch, 7, hip=False), []
     monkeypatch.setattr(torch.cuda, "set_device", entered.append)
 

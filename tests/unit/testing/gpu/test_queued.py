@@ -139,7 +139,7 @@ def test_memory_is_given_out_again_while_queued_work_uses_it() -> None:
 
 @pytest.mark.parametrize("how", ["nothing", "hold", "follow"])
 def test_memory_of_one_stream_that_another_uses_needs_a_hold(how: str) -> None:
-    """As `torch.Tensor.record_stream` says: it is reused on the stream that it was made on."""
+    """It is reused on the stream that it was made on, as `torch.Tensor.record_stream` says."""
     reused = False
     for seed in range(6):
         with installed(Machine(seed)) as machine, queued_torch(machine):
