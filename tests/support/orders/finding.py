@@ -19,8 +19,8 @@ def find_fault(
     kind: str | tuple[str, ...],
     *words: str,
     seeds: int = SEEDS,
-) -> str:
-    """Run with one seed after the other; return the first fault of a kind that has these words.
+) -> None:
+    """Run with one seed after the other until a fault of a kind has all these words.
 
     A trial closes what it has made, whatever happens. Raises AssertionError if there is no fault.
     """
@@ -33,7 +33,7 @@ def find_fault(
             for fault in machine.faults:
                 seen.add(fault.kind)
                 if fault.kind in kinds and all(word in fault.message for word in words):
-                    return fault.message
+                    return
     raise AssertionError(f"nothing of kind {kind!r} with {words} was found, but {seen}")
 
 
