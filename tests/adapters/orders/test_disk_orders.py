@@ -33,15 +33,23 @@ STEPS = 30
 
 
 def load(
-    machine: Machine, seed: int, folder: Path, books: type[DirectBooks] = DirectBooks, **rank: Any
+    machine: Machine,
+    seed: int,
+    folder: Path,
+    books: type[DirectBooks] = DirectBooks,
+    enough: int = 8,
+    **rank: Any,
 ) -> int:
-    """Run random steps; return the number of blocks that were loaded past host memory."""
+    """Run random steps; return the number of blocks that were loaded past host memory.
+
+    How soon a block is on disk depends on the machine: steps go on until ``enough`` were loaded.
+    """
     here = folder / str(seed)
     here.mkdir()
     with disk_rank(machine, here, seed, slots=4, **rank) as one:
         leader = books(one, seed)
         runner = VllmRunner(one, runner=1 + seed % 2, depth=2)
-        runner.drive(leader, STEPS)
+        runner.drive(leader, STEPS, enough=lambda: leader.direct >= enough)
         leader.check()
     return leader.direct
 
@@ -66,10 +74,11 @@ class _Hasty(DirectBooks):
 def test_a_place_that_is_given_away_before_its_copy_has_ended_is_found(tmp_path: Path) -> None:
     """The disk writes over a block that waits for its copy to the engine's pages."""
     find_fault(
-        lambda machine, seed: load(machine, seed, tmp_path, _Hasty) and None,
+        lambda machine, seed: load(machine, seed, tmp_path, _Hasty, enough=40) and None,
         "race",
         "memory/device_region.py",
         "by the disk2d",
+        seeds=16,  # about half of them show it: it depends on the threads' progress too
     )
 
 

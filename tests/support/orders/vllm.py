@@ -16,6 +16,7 @@ between its layers.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
@@ -129,10 +130,10 @@ class VllmRunner:
             assert isinstance(output, RecordedEvent)
             self.rank.machine.force(output.point.work)
 
-    def drive(self, books: Books, steps: int) -> None:
-        """Run random steps, then end what is in flight."""
-        for number in range(steps + 400):
-            drain = number >= steps
+    def drive(self, books: Books, steps: int, enough: Callable[[], bool] = lambda: True) -> None:
+        """Run random steps, and up to 200 more until there are ``enough``; then end what flies."""
+        for number in range(steps + 600):
+            drain = number >= steps and (number >= steps + 200 or enough())
             if drain and books.idle:
                 break
             step = books.plan(drain=drain)
