@@ -157,8 +157,11 @@ class StepWorker(Generic[_R]):
         """
         open_tiers(self._worker, self._open_tier, tiers)
 
-    def _tend_tiers(self, plan: WorkPlan) -> None:
-        """Open the tiers that a plan names, then make its slots of tiers unreadable. Does I/O."""
+    def tend_tiers(self, plan: WorkPlan) -> None:
+        """Open the tiers that a plan names, then make its slots of tiers unreadable. Does I/O.
+
+        A rank that has stopped does this too: what was cleared must not come back with a restart.
+        """
         self.open(plan.open_tiers)
         for name, slots in plan.forget:
             self._worker.forget(name, slots)

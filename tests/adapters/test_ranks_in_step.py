@@ -233,7 +233,7 @@ class OnTrtllm(Rank):
 ENGINES: dict[str, type[Rank]] = {"vllm": OnVllm, "sglang": OnSglang, "trtllm": OnTrtllm}
 
 CALLS = [
-    "_tend_tiers", "_submit", "_mark", "_begin_blends", "_wait_layer", "_wait_loads",
+    "tend_tiers", "_submit", "_mark", "_begin_blends", "_wait_layer", "_wait_loads",
     "_settle_failed", "_collect", "_lose", "_arrived", "take_blends",
 ]  # fmt: skip
 """What the adapters' workers call in a step, on one engine or another, but for their mere books."""

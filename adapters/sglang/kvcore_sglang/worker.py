@@ -54,7 +54,7 @@ class WorkerConnector(StepWorker[str]):
 
     def carry_out(self, order: Order) -> None:
         """Carry out an order without its loads. Does I/O only to open tiers and forget slots."""
-        self._tend_tiers(order)
+        self.tend_tiers(order)
         self._cancel(order.cancel)
         for graph in order.graphs:
             self._submit(graph)

@@ -159,6 +159,7 @@ class WorkerConnector(StepWorker[int]):
         self._loaded.update(plan.lost_loads)
         self._take_on(plan)
         self._rank.expect(plan.blends)
+        self._rank.run("start_load_kv", lambda: self.tend_tiers(plan), None, always=True)
         self._rank.run("start_load_kv", lambda: self._start(plan), None)
         self._rank.meet()
         if self._rank.stopped:
@@ -180,7 +181,6 @@ class WorkerConnector(StepWorker[int]):
             self._expect(graph, request_id)
 
     def _start(self, plan: StepPlan) -> None:
-        self._tend_tiers(plan)
         for _, graph in plan.early_saves:
             self._submit(graph)
         self._cancel(plan.cancel)

@@ -70,7 +70,6 @@ class WorkerConnector(StepWorker[str]):
         save that waits in the queue is issued first, and this thread waits for no more than that.
         """
         self._plan, self._number = plan, plan.number
-        self._tend_tiers(plan)
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
         self._bad_pages.update(plan.unfilled)

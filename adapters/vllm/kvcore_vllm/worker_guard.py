@@ -103,6 +103,7 @@ class WorkerGuard:
     def begin(self, plan: StepPlan) -> None:
         self._ledger.promise(plan)
         self._rank.expect(plan.blends)
+        self._run("handle_preemptions", lambda: self._worker.tend_tiers(plan), None, always=True)
         self._run("handle_preemptions", lambda: self._worker.begin(plan), None)
 
     def start(self, request_ids: Sequence[str], *, layerwise: bool) -> None:

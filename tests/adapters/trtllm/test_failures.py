@@ -190,7 +190,7 @@ def test_a_parked_load_that_an_error_has_cancelled_lets_no_request_answer(
     parked = [harness.submit(prompt, ANSWER) for prompt in prompts]
     running = harness.submit(tokens(9, 20), 40)
     harness.step_until(running, State.GENERATING)
-    monkeypatch.setattr(harness.workers[0]._side, "_tend_tiers", lambda *_: 1 / 0)
+    monkeypatch.setattr(harness.workers[0]._side, "tend_tiers", lambda *_: 1 / 0)
     threading.Timer(0.3, copies["loads"].set).start()
     with pytest.raises(TransferError, match="did not arrive"):
         harness.run()

@@ -61,7 +61,7 @@ class Rank:
             raise RuntimeError("an error of kvcore")
 
         if self.ill:
-            self.worker._tend_tiers = fail  # type: ignore[method-assign]
+            self.worker._start = fail  # type: ignore[method-assign]
             self.scripted.on_cancel = self.cancelled
 
     def cancelled(self, graph_id: int) -> None:
@@ -118,6 +118,18 @@ def test_a_step_that_shares_pages_with_a_load_of_a_rank_that_has_stopped() -> No
         return [rank.step(StepPlan(fence=[1])), rank.step(StepPlan())]
 
     assert used(run) == [[False, True]] * RANKS
+
+
+def test_what_is_cleared_is_unreadable_on_a_rank_that_has_stopped() -> None:
+    """It would be found again after a restart."""
+
+    def run(rank: Rank) -> list[Any]:
+        rank.break_down()
+        rank.step(StepPlan())
+        rank.step(StepPlan(forget=[("disk", [(0, 4)])]))
+        return rank.scripted.forgotten
+
+    assert used(run) == [[("disk", [(0, 4)])]] * RANKS
 
 
 def test_a_load_that_an_error_has_cancelled_is_not_taken_for_an_aborted_one() -> None:

@@ -235,7 +235,7 @@ def step(guard: WorkerGuard, plan: StepPlan) -> tuple[set[str], set[str], set[in
 
 
 CALLS = [
-    "begin", "_tend_tiers", "_submit", "blend", "wait_for_layer", "stop_clock", "end_forward",
+    "begin", "tend_tiers", "_submit", "blend", "wait_for_layer", "stop_clock", "end_forward",
     "finished_loads", "take_bad_pages", "take_report",
 ]  # fmt: skip
 
@@ -268,6 +268,23 @@ def test_a_rank_that_fails_still_meets_the_others_once_for_each_blend(
     if guard.stopped:
         step(guard, StepPlan(blends=[blend_of("c", load_graph(3))]))
         assert met == [False, False, False]
+
+
+@pytest.mark.parametrize("inside", CALLS)
+def test_what_is_cleared_is_unreadable_on_a_rank_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+    worker: WorkerConnector,
+    scripted: ScriptedWorker,
+    inside: str,
+) -> None:
+    """It would be found again after a restart."""
+    guard = WorkerGuard(worker)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, inside, boom)
+        step(guard, StepPlan(sync_loads=[load_graph(1)]))
+    assert guard.stopped
+    step(guard, StepPlan(forget=[("disk", [(0, 4)])]))
+    assert scripted.forgotten == [("disk", [(0, 4)])]
 
 
 @pytest.mark.parametrize("inside", CALLS)
