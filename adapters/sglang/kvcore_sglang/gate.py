@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_policy import is_prefill
-from kvcore.connector.rank_guard import RankGuard
 from kvcore.telemetry.rates import ForwardPart
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang.worker import WorkerConnector
@@ -29,7 +28,7 @@ class LayerGate:
 
     def __init__(self, worker: WorkerConnector | None, *, layers: int, layerwise: bool) -> None:
         self._worker = worker
-        self._rank = None if worker is None else RankGuard(worker, worker.open_loads)
+        self._rank = None if worker is None else worker.guard
         self._layerwise = layerwise
         self._batches: dict[int, list[int]] = {}
         self._orders: dict[int, Sequence[BlendOrder]] = {}

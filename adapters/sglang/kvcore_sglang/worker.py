@@ -11,15 +11,17 @@ reported once its result is final.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
+from kvcore.connector.rank_guard import RankGuard
 from kvcore.connector.worker import ATTEMPTS, Load, StepWorker
 from kvcore.memory.device import Event
 from kvcore.telemetry.rates import ForwardPart
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_sglang.messages import Order
 
@@ -49,15 +51,30 @@ class WorkerConnector(StepWorker[str]):
         self._forward_streams = streams
         self._clock = clock
         self._started: dict[int, Load[str]] = {}
+        self.guard = RankGuard(self, self.open_loads)
 
     # -- orders -----------------------------------------------------------------------------
 
     def carry_out(self, order: Order) -> None:
-        """Carry out an order without its loads. Does I/O only to open tiers and forget slots."""
-        self.tend_tiers(order)
-        self._cancel(order.cancel)
-        for graph in order.graphs:
-            self._submit(graph)
+        """Carry out an order without its loads. Does I/O only to open tiers and forget slots.
+
+        After an error of kvcore on this rank, graphs are refused, and the leader stops. Raises
+        TransferError as `RankGuard.run` does.
+        """
+        left = deque(order.graphs)
+
+        def upkeep() -> None:
+            self.tend_tiers(order)
+            self._cancel(order.cancel)
+
+        def submit() -> None:
+            while left:
+                self._submit(left[0])
+                left.popleft()
+
+        self.guard.run("an order", upkeep, None, always=True)
+        self.guard.run("an order", submit, None)
+        self._refuse(left, RowError.REFUSED)
 
     def _mark(self) -> Event | None:
         """Return an event after what the scheduler's thread and the forwards were given so far."""

@@ -25,6 +25,7 @@ from kvcore.connector.fusion_chunks import MAX_FAILURES  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport  # noqa: E402
 from kvcore.connector.fusion_policy import make_fusion_policy  # noqa: E402
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionTraits  # noqa: E402
+from kvcore.connector.rank_guard import RankGuard  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.errors import ConfigError  # noqa: E402
 from kvcore.fusion.controller import Mode  # noqa: E402
@@ -255,6 +256,8 @@ class Blending:
     def __init__(self, good: bool) -> None:
         self.good = good
         self.calls: list[Any] = []
+        worker: Any = self
+        self.guard = RankGuard(worker, list)
 
     def blend(self, orders: Sequence[BlendOrder], landed: Any) -> bool:
         self.calls.append([order.request_id for order in orders])
@@ -272,9 +275,6 @@ class Blending:
 
     def take_on(self, graphs: Any, orders: Any = ()) -> None:
         pass
-
-    def open_loads(self) -> list[int]:
-        return []
 
 
 @pytest.mark.parametrize("good", [True, False])

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvcore.config import Config  # noqa: E402
+from kvcore.connector.rank_guard import RankGuard  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore_sglang import build, plugin  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
@@ -65,6 +66,8 @@ class Worker:
     def __init__(self, lands: bool, fails: bool = False) -> None:
         self.lands, self.fails = lands, fails
         self.calls: list[Any] = []
+        worker: Any = self
+        self.guard = RankGuard(worker, self.open_loads)
 
     def take_on(self, graphs: Sequence[Any], orders: Sequence[Any] = ()) -> None:
         pass
