@@ -298,14 +298,13 @@ class FusionWorker:
             try:
                 job, placed, clock = ready
                 outcome = self._fusor.blend(job, placed, self._selector, budget, self._gate)
-                clock.stop()
-                self._report(order, job, outcome, clock)
             except RankLostError:
                 _log.exception("this rank is out of step with the others: the engine must end")
                 raise
             except Exception:  # noqa: BLE001 - foreign layers and selectors: the engine computes
                 _log.exception("blend failed, computing instead request=%s", order.request_id)
                 return False
+        self._report(order, job, outcome, clock if _stopped(clock) else None)
         return True
 
     def _ready(
@@ -468,7 +467,7 @@ class FusionWorker:
         return found
 
     def _report(
-        self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome, clock: BlendClock
+        self, order: BlendOrder, job: BlendJob, outcome: BlendOutcome, clock: BlendClock | None
     ) -> None:
         timings = outcome.layers + outcome.abandoned
         later = [t.rows for t in outcome.layers[FULL_LAYERS:]]
@@ -486,7 +485,7 @@ class FusionWorker:
             look_s=outcome.look_s,
         )
         self._reports.append(report)
-        if set(report.verdicts) <= {GateAction.GO_ON.value}:
+        if clock is not None and set(report.verdicts) <= {GateAction.GO_ON.value}:
             time = BlendTime(order.request_id, report.rows, report.kept, order.exact, 0.0)
             self._timed.append((time, clock))
         _log.debug(
@@ -556,6 +555,16 @@ class PromisedFusionWorker(FusionWorker):
                 "wrong answer would be worse"
             )
         self._reports[-1] = BlendReport(order.request_id, ok=False, arrived=able)
+
+
+def _stopped(clock: BlendClock) -> bool:
+    """Stop a clock; return False if that fails. The KV is made on every rank all the same."""
+    try:
+        clock.stop()
+    except Exception:  # noqa: BLE001 - the other ranks have made the blend, and go on
+        _log.exception("a blend could not be timed")
+        return False
+    return True
 
 
 def _landed(layer: int) -> None:

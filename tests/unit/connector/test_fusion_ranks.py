@@ -7,6 +7,7 @@ collective too: so a rank that left the blend alone is found there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.config import Config
+from kvcore.connector.blend_clock import BlendClock
 from kvcore.connector.fusion_worker import PROFILED_ROWS, FusionWorker, PromisedFusionWorker
 from kvcore.connector.guard import Guard
 from kvcore.errors import RankLostError, TransferError
@@ -152,6 +154,23 @@ def test_whatever_call_of_torch_fails_on_one_rank(
     site = int(where * (len(sites.passed) - 1))
     found, _ = outcomes(selector, site, deep=True, promised=promised)
     check(found)
+
+
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_clock_that_fails_on_one_rank_fails_no_blend(
+    promised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have made the blend by then: they would not join in computing it instead."""
+    stop, calls = BlendClock.stop, itertools.count()
+
+    def first_fails(clock: BlendClock) -> None:
+        if next(calls) == 0:
+            raise RuntimeError("an error of the device")
+        stop(clock)
+
+    monkeypatch.setattr(BlendClock, "stop", first_fails)
+    found, _ = outcomes("runs", None, promised=promised)
+    assert found == [True] * RANKS
 
 
 def test_a_single_rank_fails_alone() -> None:
