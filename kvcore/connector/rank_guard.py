@@ -34,8 +34,8 @@ class RankGuard:
     """Runs one rank's part of an engine's calls until one of them raises.
 
     ``stopped`` says why calls are not made any more, and is empty before. ``open_graphs`` returns
-    the graphs that are cancelled then. Several threads may call ``run``; only the model runner's calls
-    the rest.
+    the graphs that are cancelled then. Several threads may call ``run``, and only the model
+    runner's the rest.
     """
 
     def __init__(self, worker: StepWorker[Any], open_graphs: Callable[[], Iterable[int]]) -> None:
