@@ -185,6 +185,7 @@ def test_a_server_that_dies_costs_recomputation(
     host: Callable[..., ReferenceEngine],
     plain: Any,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed between the answer and the load, gone for a while, back and empty."""
     store = STORES[name](start_server, tmp_path)
@@ -196,10 +197,17 @@ def test_a_server_that_dies_costs_recomputation(
     request = second.submit(prompts[0], 6)
     assert second.leader is not None
     manager = second.leader.manager
-    while not manager.in_flight:  # the answer has come and the load begins
-        second.step()
-    store.server.kill()
-    second.run()
+    server, launch_load, loads = store.server, manager.launch_load, list[int]()
+
+    def kill_first(*args: Any, **named: Any) -> Any:
+        server.kill()
+        loads.append(len(loads))
+        return launch_load(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "launch_load", kill_first)
+        second.run()
+    assert loads
     assert request.answer == plain(prompts[0])
     for prompt in prompts[1:4]:
         assert serve(second, prompt) == (plain(prompt), 0)
