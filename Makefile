@@ -11,7 +11,8 @@ VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 RELEASE := .venvs/release/bin
-SGLANG_TESTS := tests/engines/test_sglang*.py
+# Each once, the longest test first: at the end it would leave a core idle.
+SGLANG_TESTS := tests/engines/test_sglang_ttft.py tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
