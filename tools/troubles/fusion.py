@@ -62,6 +62,12 @@ FUSION = [
         REPORT,
     ),
     Trouble(
+        "a blend could not be timed",
+        "The device failed to record an event. The KV is right, but this blend does not count when "
+        "kvcore measures whether blends are worth it.",
+        REPORT,
+    ),
+    Trouble(
         "a chunk is computed because it cannot be loaded: %s",
         "There was no room for the load.",
         "If it happens often, raise `host.capacity`.",
