@@ -30,7 +30,7 @@ help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
-	@echo "make test-all    those, and alone what they test together (over an hour)"
+	@echo "make test-all    those, and the variants that they leave out (over an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
