@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
 	@echo "make test        the environments, the engines and all tests (most of an hour)"
 	@echo "make test-all    those, and the variants that they leave out (over an hour)"
+	@echo "make answers     records anew what engines without kvcore answer, in tests/answers"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
@@ -77,21 +78,30 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
+# Answers of engines without kvcore are read from tests/answers. Nightly, engines are asked again.
 test: CHOSEN = not exhaustive
+test-all: ANSWERS = --answers=verify
 test-all: CHOSEN = exhaustive or not exhaustive
 test-all: env-vllm-0.31
 test test-all: env-all
 	$(VENV)/bin/lint-imports
 	$(SITE)
 	$(RUN) -m kvcore.harness.models smollm2
-	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" $(PYTEST)
-	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(PYTEST)
-	$(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" $(ANSWERS) $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(ANSWERS) $(PYTEST)
+	$(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" $(ANSWERS) $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(ANSWERS) $(PYTEST)
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.harness.models smollm2
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "not exhaustive" $(PYTEST)
+
+# From nothing: what no test asks for any more is left out.
+answers: env-all
+	rm -rf tests/answers
+	$(RUN) -m kvcore.harness.models smollm2
+	$(RUN) -m pytest tests/engines tests/adversary $(ELSEWHERE) $(SPREAD) -m "engine and not exhaustive" --answers=record $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "not exhaustive" --answers=record $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)

@@ -4,18 +4,38 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from kvcore.harness import recorded
 
 # Two busy cores: a slow example is the machine's doing, and a flaky deadline tells nothing.
 settings.register_profile("kvcore", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("kvcore"), derandomize=True)
 settings.load_profile("kvcore")
 
+ANSWERS = Path(__file__).parent / "answers"
+"""What engines without kvcore answer; made by `make answers`, verified by `make test-all`."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--answers",
+        choices=[mode.value for mode in recorded.Mode],
+        default=recorded.Mode.USE.value,
+        help="answers of engines without kvcore: use the files, record what is missing, or verify",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    recorded.use(recorded.Answers(ANSWERS, recorded.Mode(config.getoption("--answers"))))
+    _give_cores()
+
+
+def _give_cores() -> None:
     """Workers that run side by side get cores of their own, and so do the engines they start: two
     engines that share cores wait for each other's threads at every barrier."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
@@ -32,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """`make test PYTEST="-k name"` runs two parts: nothing of that name in one is no failure."""
+    recorded.save()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.keyword:
         session.exitstatus = pytest.ExitCode.OK
 

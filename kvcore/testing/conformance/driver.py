@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -96,10 +96,16 @@ class Answer:
     """The answer to a request.
 
     ``reused`` counts the prompt tokens that kvcore provided, by tier. "blend" stands for a blend.
+    ``ask_engine`` returns the engine's own tokens if these may be from a record of its answers.
     """
 
     tokens: list[int]
     reused: dict[str, int] = field(default_factory=dict)
+    ask_engine: Callable[[], list[int]] | None = field(default=None, compare=False, repr=False)
+
+    def confirmed(self) -> list[int]:
+        """Return the tokens of the engine itself. Starts an engine if these are from a record."""
+        return self.tokens if self.ask_engine is None else self.ask_engine()
 
     @property
     def reused_tokens(self) -> int:

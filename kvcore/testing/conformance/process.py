@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from kvcore.errors import ConfigError, KVCoreError, TransferError
 from kvcore.harness.compare import SETTLE_S
 from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.recorded import RecordedEngine, book_of, confirmed
 from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total_of_samples
 from kvcore.testing.conformance.reference import settings
@@ -66,14 +67,28 @@ class ProcessDriver(Driver):
         kvcore = None if setup.kvcore is None else settings(self.settings(setup.kvcore))
         args = {**self.engine_args, "dtype": setup.dtype, **self.arguments(setup)}
         forked = args.pop("forked", False)
+        engine, env = self.name.partition(":")[0], dict(self.environment)
+        if kvcore is None and (
+            book := book_of(engine, setup.model, args, env=env, python=self._python)
+        ):
+            plain = RecordedEngine(
+                book,
+                setup.model,
+                engine=engine,
+                python=self._python,
+                env=env,
+                forked=forked,
+                **args,
+            )
+            return ProcessEngine(self, plain, setup, 0)
         process = self._kept.pop(setup.path, None)
         if process is None:
             process = EngineProcess(
                 setup.model,
-                engine=self.name.partition(":")[0],
+                engine=engine,
                 kvcore=kvcore,
                 python=self._python,
-                env={**self.environment, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
+                env={**env, "PYTHONPATH": os.pathsep.join(map(str, setup.path))},
                 forked=forked,
                 **args,
             )
@@ -92,7 +107,8 @@ class ProcessDriver(Driver):
 
     def end(self, process: EngineProcess, setup: Setup) -> None:
         """Stop an engine that `start` returned, or keep its process if ``restarts`` is true."""
-        if not self.restarts or setup.path in self._kept:
+        recorded = isinstance(process, RecordedEngine)
+        if not self.restarts or recorded or setup.path in self._kept:
             process.close()
             return
         try:
@@ -180,4 +196,7 @@ class ProcessEngine(Engine):
 
 
 def _answer(generation: Generation) -> Answer:
-    return Answer(generation.token_ids, generation.tiers)
+    def ask_engine() -> list[int]:
+        return confirmed(generation).token_ids
+
+    return Answer(generation.token_ids, generation.tiers, ask_engine)

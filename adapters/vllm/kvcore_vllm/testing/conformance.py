@@ -49,6 +49,8 @@ class VllmDriver(ProcessDriver):
     def start(self, setup: Setup) -> Engine:
         """Start the engine. Raises ConfigError if it is not the version or the runner asked for."""
         engine = super().start(setup)
+        if setup.kvcore is None:  # it may not run yet, and those with kvcore are looked at
+            return engine
         version, runner = self._told["version"], self._told["runner"]
         if not version.startswith(self.version) or self.v2 != runner.startswith(V2_RUNNER):
             engine.stop()
