@@ -158,10 +158,12 @@ def test_other_weights_versions_and_arguments_are_other_engines(
         asked[name] = found.digest
     (bench.model / "model.safetensors").write_text("others")
     recorded._model_digest.cache_clear()
-    assert (other := book_of("child", bench.model, NO_CACHE)) is not None
+    other = book_of("child", bench.model, NO_CACHE)
+    assert other is not None
     asked["weights"] = other.digest
     monkeypatch.setattr(recorded, "_versions", lambda engine, python: ("1.1", "2.0"))
-    assert (newer := book_of("child", bench.model, NO_CACHE)) is not None
+    newer = book_of("child", bench.model, NO_CACHE)
+    assert newer is not None
     assert newer.file != other.file
     assert len(set(asked.values())) == len(asked)
 
