@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from kvcore.harness import recorded
+from support.suite_table import SuiteTable
 
 # Two busy cores: a slow example is the machine's doing, and a flaky deadline tells nothing.
 settings.register_profile("kvcore", deadline=None, print_blob=True)
@@ -28,9 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=recorded.Mode.USE.value,
         help="answers of engines without kvcore: use the files, record what is missing, or verify",
     )
+    parser.addoption("--table", type=Path, help="note seconds and engine starts in this folder")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if (folder := config.getoption("--table")) is not None:
+        config.pluginmanager.register(SuiteTable(folder))
     recorded.use(recorded.Answers(ANSWERS, recorded.Mode(config.getoption("--answers"))))
     _give_cores()
 
