@@ -136,7 +136,7 @@ gpu-bundle:
 	$(GPU_PYTHON) -m tools.gpu.bundle
 
 docs: env
-	$(VENV)/bin/kvcore config --docs > docs/configuration.md
+	$(RUN) -m tools.settings
 	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
 	$(RUN) -m tools.identity > docs/identity.md
 	$(RUN) -m tools.compat --page

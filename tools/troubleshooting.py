@@ -90,7 +90,7 @@ HEAD = """\
 # Troubleshooting
 
 Start with `kvcore doctor -c kvcore.toml`: it checks the machine, the engines, the settings and the
-servers they name ([operations](operations.md#is-this-machine-set-up-right)). `kvcore explain` says
+servers they name ([operations](doctor.md)). `kvcore explain` says
 why a single request was served the way it was.
 
 This page lists every error that kvcore raises on purpose, and every warning and error that it logs.

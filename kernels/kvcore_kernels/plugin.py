@@ -1,4 +1,4 @@
-"""The plugin that offers the Triton operations. Triton is imported only when they are made."""
+"""The plugin that offers the Triton operations. Triton is imported only when they are created."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kvcore_ops() -> list[OpsPlugin]:
 
 
 def _copies() -> DeviceOps:
-    """Make the copies. Raise UnsupportedError without Triton or a GPU that torch can use."""
+    """Return the Triton copies. Raises UnsupportedError without Triton, or a GPU for torch."""
     _check()
     from kvcore_kernels.ops import TritonOps
 
@@ -29,7 +29,7 @@ def _copies() -> DeviceOps:
 
 
 def _fusion() -> FusionOps:
-    """Make the fusion operations. Raises UnsupportedError as `_copies` does."""
+    """Return the Triton operations of a blend. Raises UnsupportedError as `_copies` does."""
     _check()
     from kvcore_kernels.fusion import TritonFusion
 

@@ -263,7 +263,7 @@ def _settings(config: Config) -> Iterator[Finding]:
             read_key(config.disk.key_env, config.disk.key_file)
             yield Finding("encryption", Level.GOOD, "the key can be read")
         except ConfigError as error:
-            yield Finding("encryption", Level.PROBLEM, str(error), "see docs/operations.md")
+            yield Finding("encryption", Level.PROBLEM, str(error), "see docs/stored-blocks.md")
     if config.disk.encrypted and config.disk.path is None:
         yield Finding("encryption", Level.WARNING, "a key, and no disk tier", "set disk.path")
     if config.tiers and config.namespace.secret is None:

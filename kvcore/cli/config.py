@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -39,10 +39,7 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-_HEAD = """\
-<!-- Made by `kvcore config --docs` from kvcore/config/schema.py; do not edit. -->
-# Configuration
-
+INTRODUCTION = """\
 Every setting has a default. A setting is given, from weakest to strongest, by
 
 1. a file, TOML or YAML: `kvcore serve -c kvcore.toml`, or the one that `KVCORE_CONFIG` names
@@ -81,17 +78,26 @@ capacity = "200GiB"
 
 
 def reference() -> str:
-    """Return the text of docs/configuration.md."""
-    top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
-    lines = [_HEAD, "## Top level", "", *_rows(top)]
+    """Return the reference of all settings as one page of Markdown."""
+    return "\n".join(["# Configuration", "", INTRODUCTION, *tables()]) + "\n"
+
+
+def tables(names: Collection[str] | None = None) -> Iterator[str]:
+    """Yield the lines of the tables ``names``, in the schema's order. None means all.
+
+    The settings that are in no table have the name ``""``.
+    """
+    if names is None or "" in names:
+        top = [f for f in Config.model_fields.items() if field_node(f[1]).type and not _model(f[1])]
+        yield from ("## Top level", "", *_rows(top))
     for name, field in Config.model_fields.items():
-        if model := _model(field):
-            many = field_node(field).members is not None
-            title = f"{name}.NAME" if many else name
-            doc = " ".join((model.__doc__ or "").split())
-            lines += ["", f"## [{title}]", "", doc, ""]
-            lines += _rows(model.model_fields.items())
-    return "\n".join(lines) + "\n"
+        model = _model(field)
+        if model is None or (names is not None and name not in names):
+            continue
+        many = field_node(field).members is not None
+        doc = " ".join((model.__doc__ or "").split())
+        yield from ("", f"## [{name}.NAME]" if many else f"## [{name}]", "", doc, "")
+        yield from _rows(model.model_fields.items())
 
 
 def _model(field: FieldInfo) -> type[SchemaModel] | None:

@@ -3,7 +3,7 @@
 The ``schema_*`` modules have the other tables: one frozen pydantic model per table, one documented
 field per key. The models are strict (no ``"4"`` for an integer) and reject unknown keys. Every
 field has a default, so ``Config()`` is valid. ``kvcore.config.load`` builds a `Config` from files,
-the environment and an engine's JSON. docs/configuration.md is generated from the schema.
+the environment and an engine's JSON. docs/configuration*.md are made from the schema.
 """
 
 from __future__ import annotations

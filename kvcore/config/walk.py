@@ -150,10 +150,19 @@ def _metadata(node: Node) -> list[Any]:
     return node.field.metadata if node.field else []
 
 
+def _choices(kind: Any) -> Iterator[Any]:
+    """Yield the values of the Literal in ``kind``, which may be optional."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    else:
+        for part in get_args(kind):
+            yield from _choices(part)
+
+
 def _kind_words(node: Node) -> str:
     assert node.field is not None
     if node.type is Literal:
-        return "one of " + ", ".join(f'"{arg}"' for arg in get_args(node.field.annotation))
+        return "one of " + ", ".join(f'"{value}"' for value in _choices(node.field.annotation))
     if is_size(node.field):
         return 'a size ("8GiB", or bytes)'
     if node.members is not None:

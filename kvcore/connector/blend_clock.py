@@ -11,9 +11,9 @@ __all__ = ["BlendClock"]
 
 
 class BlendClock:
-    """Times what the current stream does from now until `stop`, without its waits.
+    """Measures the device's time for the work queued on the current stream until `stop`.
 
-    The host waits for nothing: the time is known once the device has come to the end.
+    Waits are not counted. Never blocks: `seconds` has the time after the device has run the work.
     """
 
     def __init__(self, device: Device) -> None:
@@ -24,17 +24,17 @@ class BlendClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out what the stream, or the host, waits for in this block."""
+        """Leave out the time that the stream, or the host, spends in this block."""
         before = self._now()
         yield
         self._waits.append((before, self._now()))
 
     def stop(self) -> None:
-        """End the time here."""
+        """End the measurement here."""
         self._ended = self._now()
 
     def seconds(self) -> float | None:
-        """Return the time in seconds; None if the device has not come to its end."""
+        """Return the time in seconds; None while the device has not run the work."""
         if self._ended is None or not self._ended.passed():
             return None
         waited = sum(after.since(before) for before, after in self._waits)

@@ -85,7 +85,7 @@ def accept(given: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
     try:
         promise = msgspec.convert(given, _Message)
     except msgspec.ValidationError as error:
-        raise FormatError(f"not a promise of KV: {error}") from error
+        raise FormatError(f"it is not a promise of KV: {error}") from error
     ours = chain.namespace.digest.hex()
     for what, theirs, supported in (
         ("version", promise.version, VERSION),
@@ -93,8 +93,8 @@ def accept(given: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
         ("namespace (model, LoRA, secret or tenant)", promise.namespace, ours),
     ):
         if theirs != supported:
-            raise FormatError(f"KV is promised of {what} {theirs}; supported here is {supported}")
+            raise FormatError(f"it has the {what} {theirs}; supported here is {supported}")
     keys = chain.keys
     if promise.blocks > len(keys) or keys[promise.blocks - 1].hex() != promise.last:
-        raise FormatError(f"{promise.blocks} blocks are promised of another prompt")
+        raise FormatError(f"its {promise.blocks} blocks are those of another prompt")
     return Promise(promise.blocks, wait_s, promise.node)

@@ -19,6 +19,7 @@ from kvcore.connector.fusion_worker import EngineLayers
 from kvcore.errors import UnsupportedError
 
 __all__ = [
+    "PREFIXES_ONLY",
     "Agreement",
     "TensorParallelLayers",
     "check_architecture",
@@ -27,6 +28,9 @@ __all__ = [
     "live_objects",
     "refuse_unlike",
 ]
+
+PREFIXES_ONLY = "set fusion.enabled = false to silence this (exact prefixes are reused either way)"
+"""What a user can change where fusion does not support the model: the end of the message."""
 
 
 def live_objects(kind: type[Any]) -> Iterator[Any]:
@@ -45,7 +49,8 @@ def check_architecture(architectures: Iterable[str], served: Sequence[str]) -> N
     known = list(architectures)
     if not set(known) & set(served):
         raise UnsupportedError(
-            f"fusion is served for {', '.join(served)}, not for {', '.join(known)}"
+            f"{', '.join(known)} is not supported by fusion, only {', '.join(served)}; "
+            f"{PREFIXES_ONLY}"
         )
 
 
@@ -53,7 +58,8 @@ def check_count(modules: Sequence[Any], layers: int) -> None:
     """Raise UnsupportedError unless there is one decoder layer for each layer of KV."""
     if len(modules) != layers:
         raise UnsupportedError(
-            f"{len(modules)} decoder layers and {layers} layers of KV: fusion needs as many"
+            f"the model has {len(modules)} decoder layers and {layers} layers of KV; fusion needs "
+            f"as many of each; {PREFIXES_ONLY}"
         )
 
 
@@ -77,7 +83,7 @@ def refuse_unlike(unlike: Mapping[str, object], what: str = "attention with") ->
     """
     for name, found in unlike.items():
         if found:
-            raise UnsupportedError(f"fusion is not served for {what} {name}")
+            raise UnsupportedError(f"{what} {name} is not supported by fusion; {PREFIXES_ONLY}")
 
 
 class Agreement:

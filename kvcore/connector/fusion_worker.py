@@ -99,7 +99,7 @@ def _well(well: bool) -> bool:
 
 
 class _Meetings:
-    """The meetings of a rank with the others before each blend.
+    """Keeps a rank in step with the others: all of them *meet* (agree) before each blend.
 
     ``agree`` is `DecoderLayers.agree`. Every rank makes one call for each order of a step. The
     others would wait for ever for a rank that did not.
@@ -123,7 +123,7 @@ class _Meetings:
         return self._agree(well)
 
     def note(self, orders: Iterable[BlendOrder]) -> None:
-        """Take note that this rank meets the others for these orders."""
+        """Record that this rank will meet the others for these orders."""
         self._met += orders
 
     def left(self, orders: Iterable[BlendOrder]) -> list[BlendOrder]:
@@ -558,7 +558,7 @@ class PromisedFusionWorker(FusionWorker):
 
 
 def _stopped(clock: BlendClock) -> bool:
-    """Stop a clock; return False if that fails. The KV is made on every rank all the same."""
+    """Stop a blend's clock. Return False on an error; the blend itself is unaffected."""
     try:
         clock.stop()
     except Exception:  # noqa: BLE001 - the other ranks have made the blend, and go on

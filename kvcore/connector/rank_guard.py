@@ -58,7 +58,7 @@ class RankGuard:
         return self._guard.run(name, call, neutral)
 
     def expect(self, orders: Iterable[BlendOrder]) -> None:
-        """Take note of the blends that the other ranks make in this step. Call before all else."""
+        """Record the blends that the other ranks make in this step. Call before all else."""
         self._orders = tuple(orders)
 
     def meet(self) -> None:

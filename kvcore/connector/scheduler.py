@@ -275,7 +275,7 @@ class SchedulerCore(ABC, Generic[F]):
         self.renew()
 
     def renew(self) -> None:
-        """Find nothing of what was kept so far, because weights may have been changed in place.
+        """Stop finding the KV kept so far, because weights may have been changed in place.
 
         A fingerprint covers only the files that they were read from. KV computed from now on
         therefore gets a random mark in its keys: this engine finds it again, a restarted engine

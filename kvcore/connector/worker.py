@@ -198,7 +198,7 @@ class StepWorker(Generic[_R]):
                 self._take(report)
 
     def take_on(self, graphs: Iterable[TransferGraph], orders: Iterable[BlendOrder] = ()) -> None:
-        """Take note of graphs and blends that are to be begun. Call before anything can fail."""
+        """Record the graphs and blends that this step begins. Call before anything can fail."""
         taken = [*graphs, *chunks_of(orders)]
         self._todo.update((graph.graph_id, graph) for graph in taken)
 

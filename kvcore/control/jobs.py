@@ -74,14 +74,17 @@ class Jobs:
         cannot be combined.
         """
         if self._job is not None:
-            raise CapacityError("another move or prefetch is under way: ask again when it ended")
+            raise CapacityError(
+                "another move or prefetch is under way: ask again when it has ended"
+            )
         selection = self._selections.resolve(command.where)
         source, to = command.where.tier, HOST
         if isinstance(command, MoveBlocks):
             source, to = self._tiers_of(command)
         elif source == HOST:
             raise ConfigError(
-                "a prefetch from host memory; it is there: give a tier below, or none"
+                "given a prefetch from host memory, which is where prefetches go; name a lower "
+                "tier, or none"
             )
         tiers = [tier for tier in selection.tiers if tier != to]
         found = dict.fromkeys(

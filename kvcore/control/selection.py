@@ -54,7 +54,9 @@ class Selections:
         if where.tier is not None and where.tier not in tiers:
             raise ConfigError(f"no tier {where.tier!r}; there are {', '.join(tiers)}")
         if where.tokens is not None and (where.namespace or where.prefix):
-            raise ConfigError("tokens with a namespace or a key; give tokens with a tenant or salt")
+            raise ConfigError(
+                "given tokens with a namespace or a key; give tokens with a tenant or a salt"
+            )
         spaces = self._spaces(where)
         chains = None
         if where.tokens is not None:
@@ -89,7 +91,7 @@ class Selections:
 
     def _spaces(self, where: BlockFilter) -> Sequence[Namespace] | None:
         if where.tenant is not None and where.salt is not None:
-            raise ConfigError("a tenant and a salt; give one of them")
+            raise ConfigError("given a tenant and a salt; give one of them")
         if where.tenant is not None:
             return self._tenants.spaces(where.tenant)
         return None if where.salt is None else [self._tenants.space_of(where.salt)]

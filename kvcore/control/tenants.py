@@ -135,7 +135,10 @@ class Tenants:
         for other in {self._owners.get(space.digest, name) for space in spaces} - {name}:
             raise ConfigError(f"tenants {name!r} and {other!r} have one salt: give each its own")
         if len(self._names) >= MAX_TENANTS:
-            raise CapacityError(f"{MAX_TENANTS} tenants have names already; restart without some")
+            raise CapacityError(
+                f"{MAX_TENANTS} tenants have names already, the most there can be; remove some of "
+                "[tenants.NAME] and restart"
+            )
         self._names[name] = spaces
         self._owners.update(dict.fromkeys((space.digest for space in spaces), name))
 

@@ -146,7 +146,7 @@ class Feed:
 
     @property
     def renewed(self) -> bool:
-        """Return True if the leader has done it: the first item to take is a `Lost`."""
+        """Return True if the leader has carried out `renew`; the first item is then a `Lost`."""
         return not self._renewing
 
     def close(self) -> None:

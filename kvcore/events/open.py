@@ -21,7 +21,7 @@ _log = logging.getLogger("kvcore.events")
 
 
 class RunningPublisher(NamedTuple):
-    """A publisher that runs: what is noted in ``feed`` is published until ``close`` is called.
+    """A started publisher. Sends every event put into ``feed`` until ``close``.
 
     ``close`` sends what is queued and takes some seconds at most.
     """

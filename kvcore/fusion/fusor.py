@@ -248,8 +248,7 @@ class Fusor:
         """Return the question's attention to each token of the reused cache: [tokens] float32.
 
         It is summed over layers and ranks (see `kvcore.fusion.select.attention_mass`). All fresh
-        rows are run. The question is the rows from ``stop`` on, or all fresh rows if the prompt
-        ends at ``stop``. A collective; blocks.
+        rows are run. docs/fusion.md says which rows are the *question*. A collective; blocks.
         """
         step = InStep(self.layers)
         with step.lasting():

@@ -250,7 +250,10 @@ class Segments:
         return SegmentIndex(self.min_tokens, **self._bounds)
 
     def _piece(self, keys: Sequence[bytes], first: int, tokens: Sequence[int]) -> ChainPiece:
-        """Return the blocks from ``first`` on, with a head as long as possible."""
+        """Return the piece of a chain from block ``first`` on, with as much head as a search needs.
+
+        The head is the tokens before the piece, at most one fewer than the shortest match.
+        """
         if any(len(key) != KEY_BYTES for key in keys[first:]):
             raise FormatError(f"keys are {KEY_BYTES} bytes long: make them with KeyChain")
         begin = first * self.block_tokens

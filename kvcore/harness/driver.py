@@ -57,7 +57,7 @@ class Stopwatch:
         self._first_at: float | None = None
 
     def note(self, tokens: int) -> None:
-        """Take note that the request has so many tokens now."""
+        """Record the number of tokens that the request has now."""
         if tokens and self._first_at is None:
             self._first_at = time.perf_counter()
 

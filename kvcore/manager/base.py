@@ -57,9 +57,12 @@ class Readiness(Enum):
 class Room(NamedTuple):
     """The room for the next load.
 
-    ``full`` tells that too many graphs are in flight. ``free`` counts free host slots. ``staging``
-    tells that staging slots are free, ``lent`` that loads in flight will give some back.
-    ``moving`` tells that some graph in flight makes progress.
+    Attributes:
+        full: too many graphs are in flight.
+        free: the number of free host slots.
+        staging: staging slots are free.
+        lent: loads in flight will give staging slots back.
+        moving: some graph in flight makes progress.
     """
 
     full: bool

@@ -20,7 +20,7 @@ class LowerTiers:
     Args:
         bindings: how each tier is read and written.
         breakers: the circuit breakers of each tier's reads and writes.
-        lookups: what is believed of each shared store; other tiers have none.
+        lookups: the leader's view of each shared store; other tiers have none.
     """
 
     bindings: Mapping[str, Backing]

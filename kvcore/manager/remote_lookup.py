@@ -1,4 +1,4 @@
-"""What the leader believes a shared store to hold. It asks in the background and never knows.
+"""The leader's view of what a shared store holds. Answers come late, and may be out of date.
 
     get_match ─▶ settle ─── an answer has come: its blocks enter the index
     ask_stores ─▶ ask ───── worth asking: look up again ──▶ Finder's thread
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
 
 
 class StoreLookup:
-    """The leader's beliefs about one store. Leader thread only; only `wait` blocks.
+    """The leader's view of one store. Leader thread only; only `wait` blocks.
 
     ``breaker`` guards the queries. The store is not asked either while it is not ``readable``.
     Blocks that a node has promised are asked for at that node, whatever the breaker's state, and

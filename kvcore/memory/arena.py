@@ -124,7 +124,7 @@ class HostArena:
     def slot_buffers(self, slot: int) -> list[memoryview]:
         """Return the bytes of a slot in canonical order: one piece, or one per layer."""
         if not 0 <= slot < self.num_slots:
-            raise CapacityError(f"slot {slot} of an arena of {self.num_slots}")
+            raise CapacityError(f"slot {slot} is out of range: the arena has {self.num_slots}")
         if self.arrangement is Arrangement.BLOCKWISE:
             start = slot * self.slot_nbytes
             return [self._view[start : start + self.slot_nbytes]]

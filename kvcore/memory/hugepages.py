@@ -47,7 +47,7 @@ class Pages:
     """Name of the count of huge pages in the kernel's report on a mapping."""
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
-        """Reserve the memory; TierUnavailable if the system does not provide the addresses."""
+        """Reserve the addresses. Raises TierUnavailable if the system refuses."""
         try:
             mapped = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:

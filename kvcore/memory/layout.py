@@ -114,7 +114,7 @@ class KVLayout:
     def select_heads(self, start: int, stop: int) -> KVLayout:
         """Return the layout of heads [start, stop), as a rank holds them."""
         if not 0 <= start < stop <= self.kv_heads:
-            raise LayoutError(f"heads {start}..{stop} of {self.kv_heads}")
+            raise LayoutError(f"heads {start}..{stop} are out of range: there are {self.kv_heads}")
         planes = tuple(
             tuple(replace(plane, offset=plane.offset + start * plane.head) for plane in planes)
             for planes in self.planes

@@ -127,8 +127,8 @@ class Hooks:
             if answer is None or answer.shape[:2] == like.shape[:2]:
                 return answer
             raise LayoutError(
-                f"an answer of shape {tuple(answer.shape)} to attention of {like.shape[0]} rows "
-                f"and {like.shape[1]} heads"
+                f"the hook returned a tensor of shape {tuple(answer.shape)}; supported is "
+                f"[{like.shape[0]} rows, {like.shape[1]} heads, dim]"
             )
         except Exception:  # noqa: BLE001 - others' code: the engine goes on without it
             self._hooks.remove(hook)

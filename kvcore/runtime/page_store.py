@@ -136,7 +136,7 @@ class PageStore:
         return found
 
     def renew(self) -> None:
-        """Find no page that is held now; its key means another page from now on.
+        """Stop finding the pages that are held now: from now on their keys mean other pages.
 
         Other stores of the medium still find it. Pages that are put from now on are found until
         this store closes.

@@ -199,7 +199,7 @@ class RemoteManager(Manager):
             reply = self.keeper.ask(PathRequest(self._ref(), member.number, key), PathReply)
         if not isinstance(reply, PathReply):
             why = reply.message if isinstance(reply, Refused) else "the server does not answer"
-            raise TierUnavailable(f"a stored block cannot be had: {why}")
+            raise TierUnavailable(f"the stored block cannot be read: {why}")
         return reply
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int:

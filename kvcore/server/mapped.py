@@ -1,4 +1,6 @@
-"""The server's arena in the process of a worker: mapped, and pinned by a thread nobody waits for.
+"""A worker's mapping of the server's arena.
+
+A background thread (the *tender*) pins the memory; no request waits for that.
 
     a session's file ──▶ mapped ──▶ pinned ──▶ ready ──▶ in use ──▶ released when its file is gone
                          └──── the tender's thread ───┘    └ the engine's thread

@@ -83,7 +83,7 @@ class Sessions:
         return iter(self._sessions.values())
 
     def check_room(self) -> None:
-        """Raise Misfit if the server has as many clients as it takes."""
+        """Raise Misfit if the server already has as many clients as it can serve."""
         if len(self._sessions) >= MAX_SESSIONS:
             raise Misfit(f"{MAX_SESSIONS} engines are clients already")
 

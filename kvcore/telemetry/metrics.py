@@ -290,7 +290,7 @@ class Metrics:
         self._add("kvcore_server_refusals_total", 1, kind)
 
     def aside(self) -> None:
-        """Tell that kvcore no longer serves the engine, or never did."""
+        """Record that kvcore stands aside: it no longer serves the engine, or never did."""
         self._set("kvcore_standing_aside", 1)
 
     def queue(self, path: str, depth: int) -> None:

@@ -116,7 +116,7 @@ class BlockGuard(ABC):
         """
 
     def record_seal(self, body: bytes | memoryview) -> int:
-        """Return the 8 bytes of a MAC over a record, which is believed before its block is read."""
+        """Return 8 bytes of a MAC over a record: it is used before its block is read."""
         digest = hashlib.blake2b(body, digest_size=8, key=self._record_key).digest()
         return int.from_bytes(digest, "little")
 

@@ -78,7 +78,7 @@ class ClearRecord(Protocol):
     """
 
     def cleared(self, namespace: bytes | None, writing: Sequence[int] = ()) -> None:
-        """Record that all blocks of a namespace (None: all) are void that were written until now.
+        """Record a clear: blocks of a namespace (None: of all) written until now are void.
 
         Writes to the slots ``writing`` are still under way. What they leave there is void too,
         whenever it lands. Call `landed` when they have ended.

@@ -299,8 +299,9 @@ class TransferEngine:
             return self._changed.wait_for(lambda: bool(self._reports), timeout)
 
     def wait_graph(self, timeout: float) -> bool:
-        """Block until a graph has ended whose last reports are not polled, or ``timeout`` seconds.
+        """Block until some graph has ended and its last reports can be polled; True if so.
 
+        Blocks at most ``timeout`` seconds.
         For callers that cannot use part of a graph: each wake-up takes the interpreter from threads
         that read.
         """

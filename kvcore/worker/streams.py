@@ -113,11 +113,11 @@ class CopyStreams:
         return self._memory_stream().issuing()
 
     def allocated(self) -> Event:
-        """Return an event after all uses of what `allocating` has reused so far."""
+        """Return an event after all earlier uses of the memory that `allocating` has reused."""
         return self._memory_stream().record()
 
     def free(self) -> None:
-        """Let memory be freed that the current stream was the last to use.
+        """Let memory be freed. The current stream was the last to use it.
 
         Memory that is allocated later may lie at the same place, and is written only afterwards.
         """

@@ -247,7 +247,7 @@ class KVWorker:
         return self.engine.wait_report(timeout)
 
     def wait_graph(self, timeout: float) -> bool:
-        """Block until a graph has ended whose last reports were not polled.
+        """Block until some graph has ended and its last reports can be polled.
 
         Waits and returns as `wait_report` does.
         """

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from kvcore.connector.engine_layers import (
+    PREFIXES_ONLY,
     TensorParallelLayers,
     check_architecture,
     check_arguments,
@@ -52,11 +53,19 @@ def ropes_of(served: ServedModel, server_args: Any) -> tuple[Rope | None, ...]:
     shape, checkpoint = served.model.shape, served.checkpoint
     check_architecture([checkpoint.architecture], ARCHITECTURES)
     if shape.kv_factor != 2 or shape.dims() != (shape.head_dim, shape.head_dim):
-        raise UnsupportedError("fusion needs K and V of one head size: not latent attention")
+        raise UnsupportedError(
+            "latent attention (MLA) is not supported by fusion, which needs K and V of one head "
+            f"size; {PREFIXES_ONLY}"
+        )
     if (getattr(server_args, "json_model_override_args", None) or "{}").strip() != "{}":
-        raise UnsupportedError("fusion is not served with json_model_override_args")
+        raise UnsupportedError(
+            "--json-model-override-args is not supported by fusion: edit the checkpoint's "
+            f"config.json instead, or {PREFIXES_ONLY}"
+        )
     if getattr(server_args, "enable_lora", False) or getattr(server_args, "lora_paths", None):
-        raise UnsupportedError("fusion is not served with LoRA adapters on SGLang")
+        raise UnsupportedError(
+            f"LoRA adapters are not supported by fusion on SGLang; {PREFIXES_ONLY}"
+        )
     return tuple(rope_of(checkpoint.text, layer) for layer in range(shape.layers))
 
 

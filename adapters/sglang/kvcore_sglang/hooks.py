@@ -314,7 +314,7 @@ storages: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def around_update(original: Original, updater: Any, recv_req: Any) -> Any:
-    """Tell what keeps KV that the weights are others, even if an update fails halfway.
+    """Tell all that keep KV that the weights are changing, even if the update then fails.
 
     The linker hears of it first, because it could not tell a flush in the update from one that a
     client asked for. The storages hear of it last: HiCache writes until then what the old weights

@@ -346,7 +346,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         return order is not None
 
     def refuse(self, rids: Sequence[str]) -> None:
-        """Take note that the loads of these requests failed on some rank.
+        """Record that the loads of these requests failed on some rank.
 
         The engine computes the requests. They are not looked up again.
         """
@@ -354,7 +354,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             self.leader.refuse(rids)
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str]) -> None:
-        """Take note that the engine is done with a request. See `Leader.ended`."""
+        """Record that the engine is done with a request. See `Leader.ended`."""
         if self.leader is not None:
             self._guarded(None, lambda leader: leader.ended(rid, outcome, headers))
 
@@ -462,7 +462,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         return None if leader is None else leader.state
 
     def weights_changed(self) -> None:
-        """Take note that weights are about to change in place: what was kept is not found any more.
+        """Stop finding the KV kept so far: weights are about to change in place.
 
         Called between batches. A flush may follow, at once or later.
         """

@@ -181,7 +181,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def weights_changed(self) -> None:
-        """Find no page that was stored before: the weights were updated in place.
+        """Stop finding pages that were stored before: the weights were updated in place.
 
         Pages that are stored from now on are found until the engine ends.
         """

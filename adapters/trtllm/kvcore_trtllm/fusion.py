@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcore.connector.engine_layers import (
+    PREFIXES_ONLY,
     check_architecture,
     check_arguments,
     check_count,
@@ -145,7 +146,7 @@ class TrtllmLayers(EngineLayers):
 def _attention(module: Any) -> Attention:
     """Return what a module's attention computes. Raises UnsupportedError if kvcore's would not."""
     if getattr(module, "attention_chunk_size", None) is not None:
-        raise UnsupportedError("fusion is not served for attention in chunks")
+        raise UnsupportedError(f"chunked attention is not supported by fusion; {PREFIXES_ONLY}")
     for name in ("head_dim", "q_size", "kv_size", "rope_fusion", "split_qkv"):
         if not hasattr(module, name):
             raise UnsupportedError(f"{type(module).__name__} has no {name}: fusion knows {KNOWN}")
@@ -167,7 +168,9 @@ def _rows_of(view: KVView, layer: int, kv: int) -> Tensor:
     """Return K or V of a layer in the engine's memory as [pages, page_tokens, heads, dim]."""
     layout, plane = view.layout, view.layout.planes[layer][kv]
     if plane.token.inner != 1 or plane.dim.inner != 1:
-        raise UnsupportedError("fusion does not write to pages whose elements are packed")
+        raise UnsupportedError(
+            f"pages with packed elements are not supported by fusion; {PREFIXES_ONLY}"
+        )
     tensor = view.tensors[plane.tensor]
     size = (layout.num_pages, layout.page_tokens, layout.kv_heads, plane.head_dim)
     stride = (plane.page, plane.token.stride, plane.head, plane.dim.stride)
@@ -180,7 +183,7 @@ def _answered(module: Any, rotary: Any, attend: Attend) -> Iterator[None]:
 
     def answer(q: Tensor, k: Tensor | None, v: Tensor | None, *rest: Any, **named: Any) -> Tensor:
         if named.get("attention_sinks") is not None:
-            raise UnsupportedError("fusion is not served for attention with sinks")
+            raise UnsupportedError(f"attention sinks are not supported by fusion; {PREFIXES_ONLY}")
         q, k, v = module.split_qkv(q, k, v)
         assert k is not None
         assert v is not None

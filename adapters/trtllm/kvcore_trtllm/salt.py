@@ -63,6 +63,9 @@ def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
             "JSON with once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"
         ) from error
     if not content.once:
-        raise ConfigError("a cache_salt whose once is empty; it needs a value that is used once")
+        raise ConfigError(
+            "cache_salt: the field `once` is empty; make the salt with "
+            "kvcore_trtllm.salt.fusion_salt(), which draws a fresh nonce"
+        )
     content.fusion.check(tokens)
     return Wish(content.fusion, content.salt or None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcore.connector.engine_layers import (
+    PREFIXES_ONLY,
     TensorParallelLayers,
     check_architecture,
     check_arguments,
@@ -59,15 +60,22 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
     check_architecture([config.architecture], ARCHITECTURES)
     if not model.single_group or model.shape.kv_factor != 2:
         raise UnsupportedError(
-            "fusion needs K and V of every token in every layer: not latent attention, and not a "
-            "model that drops pages behind a window"
+            "latent attention (MLA), and models that drop pages behind a window, are not supported "
+            "by fusion, which needs K and V of every token in every layer; "
+            f"{PREFIXES_ONLY}"
         )
     if len(model.stages) > 1:
-        raise UnsupportedError("fusion needs all layers on a rank: no pipeline stages")
+        raise UnsupportedError(
+            "pipeline stages are not supported by fusion, which needs all layers on a rank: set "
+            f"pipeline_parallel_size to 1, or {PREFIXES_ONLY}"
+        )
     if config.get_sliding_window() is not None:
-        raise UnsupportedError("fusion is not served for models with a sliding window")
+        raise UnsupportedError(f"sliding windows are not supported by fusion; {PREFIXES_ONLY}")
     if model.shape.itemsize == 1:
-        raise UnsupportedError(f"fusion does not rotate K kept as {model.shape.dtype}")
+        raise UnsupportedError(
+            f"K in {model.shape.dtype} is not supported by fusion, which rotates K of 16 or 32 "
+            f"bits; set kv_cache_dtype to auto, or {PREFIXES_ONLY}"
+        )
     text = config.hf_text_config.to_dict()
     return tuple(rope_of(text, layer) for layer in range(model.shape.layers))
 
@@ -195,7 +203,9 @@ def _attention(layer: Any) -> Attention:
     }
     refuse_unlike({what: value is not None for what, value in unlike.items()})
     if getattr(impl, "sliding_window", None) not in _NO_WINDOW:
-        raise UnsupportedError(f"fusion is not served for a window of {impl.sliding_window}")
+        raise UnsupportedError(
+            f"a window of {impl.sliding_window} is not supported by fusion; {PREFIXES_ONLY}"
+        )
     check_writes(layer)
     if getattr(layer.attn_backend, "forward_includes_kv_cache_update", True):
         raise UnsupportedError(

@@ -274,7 +274,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     def lose(
         self, request: Request, blocks: KVCacheBlocks, external: int, start: int, *, in_step: bool
     ) -> None:
-        """Tell that ``external`` tokens from ``start`` on, which no worker loads, will not come."""
+        """Report ``external`` tokens from ``start`` on, which no worker loads, as lost."""
         request_id, tracked = request.request_id, self._requests.get(request.request_id)
         if tracked is not None:
             tracked.may_load, tracked.waits, tracked.reused = False, not in_step, {}

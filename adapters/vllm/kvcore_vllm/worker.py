@@ -114,7 +114,7 @@ class WorkerConnector(StepWorker[str]):
         plan.async_loads, plan.blend_loads, plan.blends = [], [], []
 
     def weights_changed(self) -> None:
-        """Take note that the model's weights are being changed, between two steps.
+        """Record that the model's weights are being changed, between two steps.
 
         The leader learns of it with the next report. What it plans before that loads and saves
         nothing.

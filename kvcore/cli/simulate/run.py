@@ -91,10 +91,14 @@ class Scenario:
     def __post_init__(self) -> None:
         if min(self.host_blocks, self.block_tokens, self.block_bytes, self.layers) < 1:
             raise ConfigError(
-                f"given {self}; a simulated machine has a layer and at least one block"
+                f"given {self.host_blocks} host blocks of {self.block_tokens} tokens and "
+                f"{self.block_bytes} bytes, and {self.layers} layers; each must be at least 1"
             )
         if min(self.disk_blocks, self.staging_blocks) < 0:
-            raise ConfigError(f"given {self}; a simulated machine has no negative sizes")
+            raise ConfigError(
+                f"given {self.disk_blocks} blocks on disk and {self.staging_blocks} for staging; "
+                "neither may be negative"
+            )
 
 
 @dataclass

@@ -59,9 +59,16 @@ def run(
 def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
     block_bytes = machine.block_tokens * parse_size(machine.token_bytes)
     if block_bytes < 1 or min(machine.layers, machine.width, machine.parameters) < 1:
-        raise ConfigError(f"given {machine}; bytes, layers, width and parameters must be above 0")
-    if not machine.flops > 0 or machine.disk_latency_ms < 0:
-        raise ConfigError(f"given {machine}; flops must be above 0, and a latency not negative")
+        raise ConfigError(
+            f"given --token-bytes {machine.token_bytes} --layers {machine.layers} --width "
+            f"{machine.width} --parameters {machine.parameters:g}; each must be above 0"
+        )
+    if not machine.flops > 0:
+        raise ConfigError(f"given --flops {machine.flops:g}; it must be above 0")
+    if machine.disk_latency_ms < 0:
+        raise ConfigError(
+            f"given --disk-latency-ms {machine.disk_latency_ms:g}; it must not be negative"
+        )
     for host, disk, policy, way in itertools.product(
         sweep.host, sweep.disk, sweep.policies, sweep.ways
     ):

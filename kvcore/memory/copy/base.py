@@ -168,11 +168,16 @@ def _check_views(
             f"units of {tokens} tokens do not divide pages of {a.page_tokens} and {b.page_tokens}"
         )
     if any(not 0 <= layer < min(a.layers, b.layers) for layer in layers):
-        raise LayoutError(f"layers {list(layers)} of {a.layers} and {b.layers}")
+        raise LayoutError(
+            f"layers {list(layers)} are out of range: there are {a.layers} and {b.layers}"
+        )
     if min(heads) < 0 or (
         heads.src + heads.size > a.kv_heads or heads.dst + heads.size > b.kv_heads
     ):
-        raise LayoutError(f"{heads} of {a.kv_heads} source and {b.kv_heads} destination heads")
+        raise LayoutError(
+            f"{heads} is out of range: there are {a.kv_heads} source and {b.kv_heads} destination "
+            "heads"
+        )
     for layer in layers:
         dims = [
             (p.head_dim, q.head_dim) for p, q in zip(a.planes[layer], b.planes[layer], strict=True)
@@ -184,11 +189,13 @@ def _check_views(
 def _check_units(src: KVView, src_units: Units, dst: KVView, dst_units: Units, tokens: int) -> None:
     """Raise LayoutError unless units are equally many and in range. Reads no memory."""
     if len(src_units) != len(dst_units):
-        raise LayoutError(f"{len(src_units)} source units for {len(dst_units)} destinations")
+        raise LayoutError(
+            f"{len(src_units)} source units for {len(dst_units)} destinations: give as many of each"
+        )
     for what, units, layout in (
         ("source", src_units, src.layout),
         ("destination", dst_units, dst.layout),
     ):
         most = layout.num_pages * (layout.page_tokens // tokens)
         if len(units) and int(units.max()) >= most:
-            raise LayoutError(f"{what} unit {int(units.max())} of {most}")
+            raise LayoutError(f"{what} unit {int(units.max())} is out of range: there are {most}")

@@ -48,7 +48,10 @@ _MODULE = "kvcore_planted_faults"
 
 
 def follow(folder: Path) -> None:
-    """Inject faults into all that kvcore makes in this process and its forks. Call exactly once."""
+    """Inject faults into each part that kvcore creates in this process and its forks.
+
+    The parts are managers, workers, outboxes, tiers, finders and breakers. Call exactly once.
+    """
     reporter = _Reporter(folder, Faults(follow=folder / "rules"))
     faults = reporter.faults
 

@@ -354,7 +354,9 @@ class Machine:
             self.needs_device(what)
             if error := self.take_error():
                 self.fault("pending error", f"{what} meets the error that was left by {error}")
-                raise RuntimeError(f"CUDA error, left by {error}")
+                raise RuntimeError(
+                    f"simulated CUDA error: {what} follows {error}, which failed before"
+                )
             what = " of ".join([what, *reversed(host.doing)])
             self._count("launches")
             stream.learn(host.step())

@@ -18,6 +18,7 @@ from kvcore.cli.app import app
 from kvcore.errors import ConfigError
 from kvcore.plugins import manager as manager_module
 from kvcore.server import server as server_module
+from tools import settings
 
 ROOT = Path(__file__).parents[3]
 runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
@@ -104,9 +105,18 @@ def test_config_as_json() -> None:
     assert shown["engine"] == {"value": None, "from": "default"}
 
 
-def test_the_reference_page_is_current() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert run("config", "--docs") == page, "run: kvcore config --docs > docs/configuration.md"
+@pytest.mark.parametrize("name", settings.PAGES)
+def test_the_reference_pages_are_current(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text()
+    assert settings.text(settings.PAGES[name]) == page, "run: python -m tools.settings"
+
+
+def test_every_table_is_on_one_page() -> None:
+    """`kvcore config --docs` prints all of them, on one."""
+    pages = "".join(settings.text(page) for page in settings.PAGES.values())
+    titles = [line for line in run("config", "--docs").splitlines() if line.startswith("## ")]
+    assert sorted(line for line in pages.splitlines() if line.startswith("## ")) == sorted(titles)
+    assert "## [disk]" in titles
 
 
 @pytest.mark.parametrize(

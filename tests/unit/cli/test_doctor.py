@@ -66,7 +66,7 @@ def test_a_machine_in_order_has_no_problem(look: Any, tmp_path: Path) -> None:
         ("settings", "kvcore plugins", {"host": {"capacity": 1 << 20, "policy": "lruu"}}),
         ("planner", "metrics.enabled = true",
          {"planner": {"enabled": True}, "metrics": {"enabled": False}}),
-        ("encryption", "operations.md", {"disk": {"key_env": "NO_SUCH_VARIABLE"}}),
+        ("encryption", "docs/stored-blocks.md", {"disk": {"key_env": "NO_SUCH_VARIABLE"}}),
     ],
 )  # fmt: skip
 def test_a_problem_is_found(look: Any, about: str, change: str, settings: dict[str, Any]) -> None:

@@ -234,9 +234,16 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
         list(read_trace(tmp_path / "none.jsonl"))
 
 
-@pytest.mark.parametrize("wrong", [{"host_blocks": 0}, {"disk_blocks": -1}, {"layers": 0}])
-def test_a_machine_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="simulated machine"):
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"host_blocks": 0}, "given 0 host blocks"),
+        ({"disk_blocks": -1}, "given -1 blocks on disk"),
+        ({"layers": 0}, "and 0 layers; each must be at least 1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(wrong: dict[str, int], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
         replace(ROOMY, **wrong)  # type: ignore[arg-type]
 
 
@@ -279,9 +286,12 @@ def test_the_command_draws(tmp_path: Path) -> None:
     [
         (["--policy", "best"], "given --policy 'best'; supported are arc"),
         (["--plan", "maybe"], "planner, always, never"),
-        (["--host", "1KiB"], "at least one block"),
+        (["--host", "1KiB"], "given 0 host blocks"),
         (["--disk-bandwidth", "0"], "bandwidth"),
         (["--speed", "0"], "speed"),
+        (["--layers", "0"], "--layers 0 --width"),
+        (["--flops", "0"], "given --flops 0; it must be above 0"),
+        (["--disk-latency-ms", "-1"], "given --disk-latency-ms -1; it must not be negative"),
     ],
 )
 def test_the_command_says_what_it_cannot_do(tmp_path: Path, args: list[str], says: str) -> None:

@@ -269,6 +269,10 @@ def test_advice_for_an_unknown_key(table: dict[str, Any], advice: str) -> None:
         ({"tiers": {"shelf": {}}}, "tiers.shelf.plugin (overrides): is missing"),
         ({"tiers": {"host": {"plugin": "p"}}}, "given the tier name 'host'; supported are"),
         ({"engine": 3}, "engine (overrides): given 3; supported is text, not empty, or unset"),
+        (
+            {"tenants": {"search": {"salt": "", "report": "all"}}},
+            'given \'all\'; supported is one of "off", "tokens", "explain", or unset',
+        ),
     ],
 )
 def test_a_wrong_value_is_told_what_is_supported(table: dict[str, Any], expected: str) -> None:

@@ -38,7 +38,7 @@ def test_objects_of_a_kind_are_found_and_nothing_is_woken() -> None:
 
 def test_a_model_that_is_not_known_is_refused_by_name() -> None:
     check_architecture(["Other", "Llama"], ("Llama", "Qwen"))
-    with pytest.raises(UnsupportedError, match="served for Llama, Qwen, not for Mixtral"):
+    with pytest.raises(UnsupportedError, match="Mixtral is not supported by fusion, only Llama, Qwen"):
         check_architecture(["Mixtral"], ("Llama", "Qwen"))
     check_count([1, 2], 2)
     with pytest.raises(UnsupportedError, match="3 decoder layers and 2 layers of KV"):
@@ -58,5 +58,5 @@ def test_a_layer_is_called_as_it_is_known() -> None:
 
 def test_a_feature_that_blends_would_ignore_is_named() -> None:
     refuse_unlike({"a window": False, "sinks": None, "scales": 0})
-    with pytest.raises(UnsupportedError, match="not served for attention with sinks"):
+    with pytest.raises(UnsupportedError, match="attention with sinks is not supported by fusion"):
         refuse_unlike({"a window": False, "sinks": object()})

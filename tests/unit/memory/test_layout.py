@@ -356,8 +356,8 @@ def test_elements_that_share_a_place_are_refused() -> None:
     ("call", "message"),
     [
         ({"unit_tokens": 3}, "do not divide"),
-        ({"src_units": np.array([8])}, "source unit 8 of 4"),
-        ({"dst_units": np.array([9])}, "destination unit 9 of 4"),
+        ({"src_units": np.array([8])}, "source unit 8 is out of range: there are 4"),
+        ({"dst_units": np.array([9])}, "destination unit 9 is out of range: there are 4"),
         ({"dst_units": np.array([0, 1])}, "1 source units for 2"),
         ({"layers": [2]}, r"layers \[2\]"),
         ({"heads": HeadRange(1, 0, 2)}, "heads"),

@@ -89,7 +89,7 @@ class Agent(NixlAgent):
     def read(
         self, agent: str, values: Sequence[Remote], until: float
     ) -> Iterator[list[memoryview]]:
-        """Read values of a node that was met. The bytes are valid within the block.
+        """Read values from a node after the handshake (`meet`). The bytes are valid in the block.
 
         All values together must fit one lane. Blocks until they have arrived, at most until the
         monotonic time ``until``.
