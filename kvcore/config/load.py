@@ -363,7 +363,7 @@ def _decode(text: str, node: Node) -> Any:
             return node.type(text)
         if node.is_table or node.type in (None, list):
             return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text
 

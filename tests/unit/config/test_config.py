@@ -386,3 +386,10 @@ def test_reading_to_the_device_is_refused_where_it_cannot_be(
     with pytest.raises(ConfigError, match=why) as refused:
         load_config(overrides={**more, "disk": {**disk, **more.get("disk", {})}}, env={})
     assert str(refused.value).startswith("disk.to_device (overrides")
+
+
+def test_endless_nesting_in_a_variable_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="KVCORE__HOST"):
+        load_config(env={"KVCORE__HOST": '{"a":' * 200_000})
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(env={"KVCORE_SECRETS": "[" * 200_000})
