@@ -299,6 +299,8 @@ def bench_model(
     effective = load(file, assignments)
     name = engine or effective.engine or "vllm"
     asked = synthetic(count, words) if prompts is None else read_prompts(prompts, count)
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"there is no folder {model}: give a model's folder or name")
     out.mkdir(parents=True, exist_ok=True)
     start = starter(model, name, out / "bench.log", effective, arguments(engine_args or []))
     outlives = effective.disk.path is not None or bool(effective.tiers)

@@ -171,7 +171,8 @@ def _disk(config: Config, probe: bool) -> Iterator[Finding]:
     except (OSError, TierUnavailable) as error:
         yield Finding("disk", Level.PROBLEM, f"{path}: {error}", "give a folder to write to")
         return
-    found = f"{format_size(free, exact=False)} free, disk.capacity {format_size(capacity)}"
+    room = f"{format_size(free, exact=False)} free, disk.capacity {format_size(capacity)}"
+    found = f"{path.absolute()}: {room}"
     if free + used < capacity:
         yield Finding("disk", Level.PROBLEM, found, "lower disk.capacity")
     else:

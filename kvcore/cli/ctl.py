@@ -216,8 +216,8 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
         raise TierUnavailable(f"nothing is sent, because of other users: {link.distrusted}")
     if reply is None and listening.why:
         raise TierUnavailable(
-            f"nobody listens at {target.config.server.address!r} ({listening.why}): start it, or "
-            "name another by -c or --address"
+            f"nobody listens at {address!r} ({listening.why}): start a server (`kvcore server`) or "
+            "an engine whose control.address it is, or name another by -c or --address"
         )
     if reply is None:
         raise TierUnavailable(

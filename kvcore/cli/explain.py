@@ -36,6 +36,11 @@ def find(folder: Path, request: str | None, last: int) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{folder} cannot be read ({error}): run it as the engine's user"
         ) from error
+    if not records:
+        raise ConfigError(
+            f"no records in {folder}: give the engine's explain.path. A record is written when its "
+            "request has ended"
+        )
     if request is None:
         return list(islice(records, last))
     exact = [record for record in records if record["request"] == request]

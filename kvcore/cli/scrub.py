@@ -52,12 +52,14 @@ def run(
 ) -> Found:
     """Verify every store and segment file under ``path``, with these keys as well. Blocks.
 
-    Raises ConfigError and TierUnavailable.
+    Raises TierUnavailable, and ConfigError if there is nothing to verify.
     """
     from kvcore.tiers.disk.scrub import scrub
 
     stores = list(scrub(path, erase=erase, done=done, guards=guards))
     files = sorted(file for file in path.glob("segments-*") if file.suffix != ".new")
+    if not stores and not files:
+        raise ConfigError(f"{path} holds nothing of kvcore: give the disk.path of an engine")
     return Found(path, stores, [_segments(file, erase) for file in files], erase)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from kvcore.errors import ConfigError
+from kvcore.masking import mask_passwords
 
 __all__ = [
     "DEFAULT",
@@ -22,6 +23,7 @@ __all__ = [
     "Size",
     "Source",
     "expand_user",
+    "forgotten_unit",
     "format_size",
     "is_socket",
     "parse_size",
@@ -40,6 +42,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)")
 _SIZE_HELP = 'a size such as "8GiB", "512MiB", "10GB", or a whole number of bytes'
+_SHORT = 1 << 10
+"""Bytes that nobody means: the unit was forgotten."""
 
 
 def parse_size(value: str | int) -> int:
@@ -55,11 +59,20 @@ def parse_size(value: str | int) -> int:
     unit = found["unit"] or "b" if found else ""
     if found is None or unit not in _UNITS:
         hint = ""
-        if found and f"{unit}ib" in _UNITS:
-            letter = unit.upper()
-            hint = f"; write {found['number']}{letter}iB (of 1024) or {letter}B (of 1000)"
+        letter = unit.removesuffix("i").upper()
+        if found and letter and f"{letter.lower()}ib" in _UNITS:
+            number = found["number"]
+            hint = f"; write {number}{letter}iB (of 1024)"
+            hint += "" if unit.endswith("i") else f" or {letter}B (of 1000)"
         raise ConfigError(f"given {value!r}; supported is {_SIZE_HELP}{hint}")
     return int(Fraction(found["number"]) * _UNITS[unit])
+
+
+def forgotten_unit(nbytes: int) -> str:
+    """Return a hint for a size that is too small, if its unit was forgotten; else nothing."""
+    if isinstance(nbytes, bool) or not 0 < nbytes < _SHORT:
+        return ""
+    return f'; a number without a unit is bytes: write "{nbytes}GiB" if you mean that'
 
 
 def _not_negative(nbytes: int, given: object) -> int:
@@ -89,6 +102,17 @@ def _path(value: object) -> object:
         return value
     if not value or "\0" in value:
         raise ConfigError(f"given {value!r}; supported is the path of a folder")
+    if (scheme := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", value)) is not None:
+        path = value[scheme.end() :] if scheme[1].lower() == "file" else "/mnt/kv"
+        raise ConfigError(
+            f"given {mask_passwords(value)!r}; supported is a path, and no URL: write {path!r} if "
+            "you mean that folder"
+        )
+    if re.match(r"\$|%[A-Za-z_]+%", value):
+        raise ConfigError(
+            f"given {value!r}; variables are not expanded in it: write the whole path, or ~ for "
+            "the home of the user"
+        )
     return expand_user(value)
 
 
@@ -106,7 +130,7 @@ def is_socket(value: str) -> bool:
     Abstract sockets ("ipc://@NAME") have no path, and so neither owner nor mode: any user may
     connect to one, or listen at it first.
     """
-    return re.fullmatch(r"ipc://[^@*].*", value) is not None
+    return re.fullmatch(r"ipc://[^@*\0][^\0]*", value) is not None
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import base64
 import difflib
+import functools
 import json
+import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,7 +29,7 @@ from kvcore.config.fields import DEFAULT, Source, expand_user, format_size
 from kvcore.config.schema import Config
 from kvcore.config.walk import Keys, Node, is_secret, is_size, known_paths, node_at, supported
 from kvcore.errors import ConfigError
-from kvcore.masking import MASK, mask_passwords
+from kvcore.masking import MASK, mask_login
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -49,6 +52,8 @@ __all__ = [
     "secrets_in",
     "settings",
 ]
+
+_log = logging.getLogger("kvcore.config")
 
 CONFIG_VARIABLE = "KVCORE_CONFIG"
 FORWARDED_VARIABLE = "TRTLLM_KVCORE_CONFIG"
@@ -173,7 +178,7 @@ def _setting(config: Config, keys: Keys, value: Any) -> Setting:
 def _masked(value: Any) -> Any:
     """Return a value for display, without the passwords of URLs in it."""
     if isinstance(value, str):
-        return mask_passwords(value)
+        return mask_login(value)
     if isinstance(value, list):
         return [_masked(item) for item in value]
     if isinstance(value, dict):
@@ -236,7 +241,16 @@ def secrets_in(table: Mapping[str, Any]) -> list[str]:
 
 
 def _holds_secret(keys: Keys, value: Any) -> bool:
-    return value is not None and (is_secret(keys) or _masked(value) != value)
+    return value is not None and (is_secret(keys) or _has_login(value))
+
+
+def _has_login(value: Any) -> bool:
+    """Return True if a text in a value has a URL with a login."""
+    if isinstance(value, str):
+        return mask_login(value) != value
+    if isinstance(value, list):
+        return any(map(_has_login, value))
+    return isinstance(value, dict) and any(map(_has_login, value.values()))
 
 
 def engine_environment(more: Mapping[str, str]) -> dict[str, str]:
@@ -301,15 +315,14 @@ def _read_file(file: Path, named_by: str) -> Table:
     if suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"{file}{named_by}: supported are files called .toml, .yaml or .yml")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
         table = tomllib.loads(text) if suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{file}{named_by}: cannot be read: {error.strerror}") from error
     # Wrong encoding, invalid TOML, an invalid YAML date, or endless nesting.
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = "TOML" if suffix == ".toml" else "YAML"
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{file}{named_by}: is not {kind}: {reason}") from error
+        raise ConfigError(f"{file}{named_by}: is not {kind}: {_where(error)}") from None
     if table is None:
         return {}
     if not isinstance(table, dict):
@@ -322,6 +335,19 @@ def _read_file(file: Path, named_by: str) -> Table:
     }
 
 
+def _where(error: Exception) -> str:
+    """Return where a parser failed, and nothing of what is written there: it may be a secret."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is not None:
+        return f"see line {mark.line + 1}, column {mark.column + 1}"
+    place = re.search(r"\(at (line \d+, column \d+|end of document)\)$", str(error))
+    return f"see {place[1]}" if place else "a value in it is malformed"
+
+
 def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
     """Yield one layer per variable, so that each value knows its variable."""
     for name in sorted(env):
@@ -329,9 +355,32 @@ def _environment_layers(env: Mapping[str, str]) -> Iterator[Layer]:
             keys = tuple(name[len(PREFIX) :].lower().split("__"))
             source = Source("environment", name)
             yield Layer(source, _nest(keys, _decode(env[name], node_at(keys))))
+        elif (right := _meant(name)) is not None:
+            _tell_once(name, right)
     if given := env.get(SECRETS_VARIABLE):
         source = Source("environment", SECRETS_VARIABLE)
         yield Layer(source, _json_table(SECRETS_VARIABLE, given))
+
+
+def _meant(name: str) -> str | None:
+    """Return the variable that was meant by one that kvcore does not read, None if it is no such.
+
+    Orchestrators set KVCORE_PORT and the like for a service of that name: those fit no setting.
+    """
+    if not name.startswith("KVCORE_") or name in (CONFIG_VARIABLE, SECRETS_VARIABLE):
+        return None
+    if name.removeprefix(CONFIG_VARIABLE) in ("_FILE", "_PATH"):
+        return CONFIG_VARIABLE
+    flat = name.removeprefix("KVCORE_").lower()
+    for path in known_paths():
+        if path.replace(".", "_") == flat and "NAME" not in path:
+            return PREFIX + path.replace(".", "__").upper()
+    return None
+
+
+@functools.lru_cache
+def _tell_once(name: str, right: str) -> None:
+    _log.warning("the variable %s is not read: did you mean %s?", name, right)
 
 
 def _json_table(variable: str, text: str) -> Table:
@@ -354,6 +403,8 @@ def _decode(text: str, node: Node) -> Any:
     """
     if not text and node.optional:
         return None
+    if node.type is Path:
+        return text.strip()
     if node.type is list and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     if node.type is bool:
@@ -363,7 +414,7 @@ def _decode(text: str, node: Node) -> Any:
             return node.type(text)
         if node.is_table or node.type in (None, list):
             return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text
 
@@ -420,7 +471,15 @@ def _unknown(layer: Layer) -> Iterator[str]:
         if not node.known:
             yield f"{place}: there is no such setting; {_nearest(keys, parent)}"
         elif node.is_table and not isinstance(value, dict):
-            yield f"{place}: given {value!r}; supported is a table of settings"
+            # Not the value: it may be the secret that belongs into the table.
+            yield f"{place}: given {_kind(value)}; supported is a table of settings"
+
+
+def _kind(value: Any) -> str:
+    """Return what a value is, without the value."""
+    return {"NoneType": "nothing", "int": "an int"}.get(
+        type(value).__name__, f"a {type(value).__name__}"
+    )
 
 
 def _walk(table: Table, above: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -462,8 +521,9 @@ def _explain(item: Any, sources: Mapping[Keys, Source]) -> str:
     assert node.field is not None
     if item["type"] == "missing":
         return f"{place}: is missing; supported is {supported(node.field)}"
-    given = MASK if is_secret(keys) else repr(_masked(item["input"]))
-    return f"{place}: given {given}; supported is {supported(node.field)}"
+    given = item["input"]
+    shown = MASK if is_secret(keys) else repr(_masked(given))
+    return f"{place}: given {shown}; supported is {supported(node.field)}"
 
 
 def _source_of(keys: Keys, sources: Mapping[Keys, Source]) -> Source:

@@ -17,9 +17,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvcore._util.outside import converted
 from kvcore.errors import FormatError
 from kvcore.manager.base import Manager
 from kvcore.model.keys import KEY_BYTES, KeyChain
+from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.remote.lookup import Promise
 
 __all__ = ["VERSION", "accept", "accepted", "promised"]
@@ -63,7 +65,9 @@ def promised(chain: KeyChain, blocks: int, manager: Manager) -> dict[str, Any] |
     return dict(msgspec.to_builtins(message))
 
 
-def accepted(given: object, chain: KeyChain, wait_s: float, request_id: object) -> Promise | None:
+def accepted(
+    given: object, chain: KeyChain, wait_s: float, request_id: object, metrics: Metrics
+) -> Promise | None:
     """Return the promise that `accept` returns, or None if it refuses ``given``, with a warning.
 
     Returns None without a warning if ``given`` is not a mapping.
@@ -73,6 +77,7 @@ def accepted(given: object, chain: KeyChain, wait_s: float, request_id: object) 
     try:
         return accept(given, chain, wait_s)
     except FormatError as error:
+        metrics.ignored_option("promise")
         _log.warning("promise refused request=%s: %s", request_id, error)
         return None
 
@@ -83,8 +88,8 @@ def accept(given: Mapping[str, Any], chain: KeyChain, wait_s: float) -> Promise:
     Raises FormatError if it is malformed, or is for another prompt, model or tenant.
     """
     try:
-        promise = msgspec.convert(given, _Message)
-    except msgspec.ValidationError as error:
+        promise = converted(given, _Message)
+    except FormatError as error:
         raise FormatError(f"it is not a promise of KV: {error}") from error
     ours = chain.namespace.digest.hex()
     for what, theirs, supported in (

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcore._util.outside import printable
 from kvcore.config import Config
 from kvcore.connector.fusion_chunks import ChunkPlanner
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport, blend_summary
@@ -39,7 +40,7 @@ from kvcore.model.keys import Namespace, pack_tokens
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import Span, TransferGraph
 
-__all__ = ["FusionRequest", "FusionScheduler", "FusionTraits", "read_options"]
+__all__ = ["FusionRequest", "FusionScheduler", "FusionTraits"]
 
 _log = logging.getLogger("kvcore.fusion")
 
@@ -111,15 +112,6 @@ class FusionRequest:
         return blend_summary(self.plan, self.report)
 
 
-def read_options(request_id: str, read: Callable[[], FusionOptions]) -> tuple[FusionOptions, str]:
-    """Return the options that ``read`` gives and "", or no fusion and the ConfigError it raised."""
-    try:
-        return read(), ""
-    except ConfigError as error:
-        _log.warning("request=%s is answered without fusion: %s", request_id, error)
-        return FusionOptions(enabled=False), str(error)
-
-
 @dataclass(eq=False)
 class FusionScheduler:
     """Plans and orders the blends of one engine. Leader's thread only; no call does I/O or waits.
@@ -147,6 +139,21 @@ class FusionScheduler:
         self._known: OrderedDict[str, FusionRequest] = OrderedDict()
 
     # -- a request comes --------------------------------------------------------------------
+
+    def read_options(
+        self, request_id: str, read: Callable[[], FusionOptions]
+    ) -> tuple[FusionOptions, str]:
+        """Return the options that ``read`` gives and "", or no fusion and why it gives none.
+
+        A request's own text decides what ``read`` raises, so no error of it may go further.
+        """
+        try:
+            return read(), ""
+        except Exception as error:  # noqa: BLE001 - one request must not cost the others theirs
+            self.metrics.ignored_option("fusion")
+            why = str(error) if isinstance(error, ConfigError) else printable(error)
+            _log.warning("request=%s is answered without fusion: %s", request_id, why)
+            return FusionOptions(enabled=False), why
 
     def plan(
         self,

@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.outside import decode_json, open_regular
 from kvcore._util.private import make_guarded, open_file
+from kvcore.errors import FormatError
 
 __all__ = ["RecordFile", "read_records"]
 
@@ -29,6 +31,8 @@ _PATTERN = "requests-*.jsonl*"
 _WAITING = 1024
 _END = None
 MAX_LINE = 1 << 20
+MAX_FILE = 4 << 30
+"""Bytes of a line and of a file that are read."""
 
 
 class RecordFile:
@@ -105,12 +109,21 @@ def _prune(folder: Path, most: int) -> None:
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield every record of the folder, the latest first. Skips malformed lines.
 
+    Skips what is not a regular file, and files of more than `MAX_FILE` bytes, with a warning.
     Raises OSError if the folder cannot be read.
     """
     found = []
     for file in folder.glob(_PATTERN):
-        with file.open("rb") as lines:
-            for line in iter(lambda: lines.readline(MAX_LINE), b""):
+        try:
+            opened = open_regular(file)
+        except OSError as error:
+            _log.warning("%s is left out: %s", file, error.strerror)
+            continue
+        with open(opened, "rb") as lines:
+            if os.fstat(opened).st_size > MAX_FILE:
+                _log.warning("%s is left out: it has more than %d bytes", file, MAX_FILE)
+                continue
+            for line in iter(lambda lines=lines: lines.readline(MAX_LINE), b""):
                 record = _parse(line)
                 if record is not None:
                     found.append(record)
@@ -119,8 +132,8 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = decode_json(line)
+    except FormatError:
         return None
     good = isinstance(record, dict) and isinstance(record.get("request"), str)
     return record if good and isinstance(record.get("at"), (int, float)) else None

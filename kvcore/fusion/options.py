@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from kvcore.errors import ConfigError
+from kvcore._util.outside import converted
+from kvcore.errors import ConfigError, FormatError
 
 __all__ = ["FusionOptions", "fusion_options", "shortened"]
 
@@ -64,11 +65,11 @@ def fusion_options(given: Any, tokens: int) -> FusionOptions:
     if not isinstance(given, dict) or "fusion" not in given:
         return FusionOptions()
     try:
-        options = msgspec.convert(given["fusion"], FusionOptions)
-    except msgspec.ValidationError as error:
-        shown, why = shortened(given["fusion"]), str(error)[:MAX_SHOWN]
+        options = converted(given["fusion"], FusionOptions)
+    except FormatError as error:
         raise ConfigError(
-            f"fusion options {shown}: {why}; supported are enabled, ratio and chunks"
+            f"fusion options {shortened(given['fusion'])}: {error}; supported are enabled, ratio "
+            "and chunks"
         ) from error
     options.check(tokens)
     return options

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -15,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcore._util.outside import decode_json, printable, read_regular
 from kvcore.config import NamespaceConfig
 from kvcore.errors import UnsupportedError
 from kvcore.model.ingredients import kv_fields
@@ -66,6 +66,9 @@ def weights_identity(model: str, revision: str | None, commit: str | None) -> We
     return Weights(f"{model}@{pinned or revision or 'main'}".encode(), alone)
 
 
+_MAX_CONFIG = 1 << 20
+"""Bytes of an adapter's configuration. Usual ones have one or two thousand."""
+
 _Stamp = tuple[tuple[str, int, int, int, int], ...]
 
 
@@ -104,10 +107,15 @@ def settings_digest(config: NamespaceConfig) -> bytes:
 @functools.lru_cache(maxsize=256)
 def _adapter(path: str, stamp: _Stamp) -> bytes:
     try:
-        config = json.loads((Path(path) / "adapter_config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise UnsupportedError(f"cannot read the LoRA adapter {path}: {error}") from error
-    content = canonical_bytes([kv_fields(config), fingerprint_files(path)])
+        told = read_regular(Path(path) / "adapter_config.json", _MAX_CONFIG)
+        config = kv_fields(decode_json(told, dict[str, Any]))
+        content = canonical_bytes([config, fingerprint_files(path)])
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"cannot read the LoRA adapter {path}: {printable(error)}"
+        ) from error
     return hashlib.sha256(content).digest()[:KEY_BYTES]
 
 

@@ -12,7 +12,6 @@ samples as they were: a fine-tune, a merge or another quantisation does not; an 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 import zipfile
@@ -21,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from kvcore.errors import UnsupportedError
+from kvcore._util.outside import decode_json, open_regular, printable
+from kvcore.errors import FormatError, UnsupportedError
 from kvcore.model.keys import KEY_BYTES, canonical_bytes
 
 __all__ = ["fingerprint_code", "fingerprint_files"]
@@ -55,8 +55,10 @@ def fingerprint_files(place: str | Path) -> bytes:
         with ThreadPoolExecutor(_READERS, "kvcore-weights") as readers:
             for name, path in files:
                 total.update(canonical_bytes([name, _digest_of(path, readers)]))
-    except (OSError, ValueError, struct.error, zipfile.BadZipFile) as error:
-        raise UnsupportedError(f"cannot read the weights in {root}: {error}") from error
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"cannot read the weights in {root}: {printable(error)}") from error
     return total.digest()[:KEY_BYTES]
 
 
@@ -111,7 +113,7 @@ def _weight_files(root: Path) -> list[tuple[str, Path]]:
 
 def _digest_of(path: Path, readers: ThreadPoolExecutor) -> bytes:
     size = path.stat().st_size
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         header, spans = _layout(path, file, size)
         windows = list(_windows(spans))
         if hasattr(os, "posix_fadvise"):  # a sample must not read its neighbourhood ahead
@@ -170,12 +172,13 @@ def _safetensors(file: BinaryIO, size: int) -> tuple[bytes, list[_Span]]:
     while len(header) < length and (more := file.read(length - len(header))):
         header += more
     try:
-        told = json.loads(header)
+        told = decode_json(header)
         offsets = [item["data_offsets"] for name, item in told.items() if name != "__metadata__"]
         spans = [_Span(8 + length + start, stop - start) for start, stop in offsets]
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, FormatError) as error:
         raise ValueError(f"{file.name} has a header that is not safetensors'") from error
-    if any(span.nbytes < 0 or span.offset + span.nbytes > size for span in spans):
+    first = 8 + length
+    if any(s.nbytes < 0 or s.offset < first or s.offset + s.nbytes > size for s in spans):
         raise ValueError(f"{file.name} is cut off: its tensors end beyond its {size} bytes")
     return header, sorted(spans)
 
@@ -196,8 +199,9 @@ _GGUF_TEXT, _GGUF_ARRAY = 8, 9
 class _Gguf:
     """A reader of a GGUF header, as https://github.com/ggml-org/ggml/blob/master/docs/gguf.md."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self._file = file
+        self._size = min(size, _MAX_HEADER)
 
     def number(self, form: str) -> int:
         data = self._file.read(struct.calcsize(form))
@@ -205,14 +209,20 @@ class _Gguf:
         return int(value)
 
     def text(self) -> bytes:
-        return self._file.read(self.number("Q"))
+        return self._file.read(self._left(self.number("Q"), "bytes of text"))
+
+    def _left(self, count: int, what: str) -> int:
+        """Return a count that the header gives. Raises ValueError if it cannot have so many."""
+        if count > self._size - self._file.tell():
+            raise ValueError(f"a GGUF header of {self._size} bytes has {count} {what}")
+        return count
 
     def value(self, kind: int) -> int | None:
         """Skip a value; return it if it is a number of 4 bytes, as the alignment is."""
         if kind == _GGUF_TEXT:
             self.text()
         elif kind == _GGUF_ARRAY:
-            inner, count = self.number("I"), self.number("Q")
+            inner, count = self.number("I"), self._left(self.number("Q"), "values in a list")
             if inner in _GGUF_NUMBERS:
                 self._file.seek(_GGUF_NUMBERS[inner] * count, os.SEEK_CUR)
             else:
@@ -229,7 +239,8 @@ class _Gguf:
         magic, _version = self._file.read(4), self.number("I")
         if magic != b"GGUF":
             raise ValueError(f"{self._file.name} is not GGUF: it begins with {magic!r}")
-        tensors, entries, alignment = self.number("Q"), self.number("Q"), 32
+        tensors = self._left(self.number("Q"), "tensors")
+        entries, alignment = self._left(self.number("Q"), "values"), 32
         for _ in range(entries):
             name = self.text()
             found = self.value(self.number("I"))
@@ -245,9 +256,9 @@ class _Gguf:
 
 
 def _gguf(path: Path, size: int) -> tuple[bytes, list[_Span]]:
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
         try:
-            starts = sorted(_Gguf(file).offsets())
+            starts = sorted(_Gguf(file, size).offsets())
         except KeyError as error:
             raise ValueError(f"{path} has a value of an unknown type {error}") from error
         end = starts[0] if starts else size

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from kvcore.cluster import Directory, register
 from kvcore.config import Config
+from kvcore.config.fields import forgotten_unit
 from kvcore.control.audit import AuditLog
 from kvcore.control.open import make_control, open_endpoint
 from kvcore.control.tenants import Tenants
@@ -86,6 +87,7 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
     if total < 1:
         raise UnsupportedError(
             f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
+            f"{forgotten_unit(config.host.capacity)}"
         )
     staging = min(2 * config.transfer.batch_blocks, total // 4)
     return HostSlots(total - staging, staging)

@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvcore._util.outside import decode_json, read_regular
 from kvcore._util.private import open_folder, write_whole
+from kvcore.errors import FormatError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.server.messages import Model
 
@@ -29,6 +31,7 @@ __all__ = ["PendingClear", "PendingClears", "pending_clears"]
 _log = logging.getLogger("kvcore.server")
 
 _PREFIX = "cleared-"
+_MAX_NBYTES = 16 << 20
 
 
 def _name_of(model: Model) -> str:
@@ -92,10 +95,10 @@ def pending_clears(folder: Path) -> list[PendingClear]:
     found = []
     for path in folder.glob(f"{_PREFIX}*"):
         try:
-            text = path.read_bytes()
+            text = read_regular(path, _MAX_NBYTES)
         except FileNotFoundError:
             continue  # meanwhile its client got the acknowledgement
-        except OSError as error:
+        except (OSError, FormatError) as error:
             _log.warning("%s cannot be read, all of the model is cleared: %s", path, error)
             text = b"null"
         found.append(PendingClear(path, path.name.split("-")[1], _namespaces(path, text)))
@@ -104,12 +107,12 @@ def pending_clears(folder: Path) -> list[PendingClear]:
 
 def _namespaces(path: Path, text: bytes) -> tuple[bytes, ...] | None:
     try:
-        told = json.loads(text)
+        told = decode_json(text, list[str] | None)
         if told is None:
             return None
         namespaces = tuple(bytes.fromhex(name) for name in told)
         assert all(len(namespace) == KEY_BYTES for namespace in namespaces)
-    except (ValueError, TypeError, AssertionError, RecursionError) as error:
+    except (ValueError, FormatError, AssertionError) as error:
         _log.warning("%s cannot be read, all of the model is cleared: %s", path, error)
         return None
     return namespaces

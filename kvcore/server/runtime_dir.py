@@ -35,10 +35,11 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.outside import decode_json, read_bounded
 from kvcore._util.private import NotPrivateError, open_file, open_folder, write_whole
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
-from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.errors import ConfigError, FormatError, TierUnavailable
 from kvcore.memory.hugepages import SharedPages, gives_huge_pages
 
 _log = logging.getLogger("kvcore.server")
@@ -47,6 +48,8 @@ SESSION_BITS = 24
 GRAPH_BITS = 63 - SESSION_BITS
 _SOCKET_PATH_MAX = 107
 _MEMORY = "memory"
+_MAX_NBYTES = 1 << 16
+"""The most bytes of the file of a session."""
 _FILE_NAME = re.compile(r"(session|arena)-[0-9]+")
 
 
@@ -279,8 +282,8 @@ class SessionLock:
 
         That is how to map the arena, and the session's secret.
         """
-        told: dict[str, Any] = json.loads(os.pread(self._file, 1 << 16, 0))
-        return told
+        told = read_bounded(self._file, _MAX_NBYTES, self.name)
+        return decode_json(told, dict[str, Any])
 
     def close(self) -> None:
         os.close(self._file)
@@ -304,10 +307,10 @@ def sessions_in(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         for name in os.listdir(within):
             if name.startswith("session-") and _FILE_NAME.fullmatch(name):
-                with suppress(OSError, ValueError):
+                with suppress(OSError, FormatError):
                     with open(open_file(name, os.O_RDONLY, within=within), "rb") as file:
-                        told = json.load(file)
-                    yield told
+                        told = read_bounded(file.fileno(), _MAX_NBYTES, name)
+                    yield decode_json(told, dict[str, Any])
     finally:
         os.close(within)
 

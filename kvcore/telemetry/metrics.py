@@ -168,6 +168,12 @@ SPECS = (
         ("tier", "reason"),
     ),
     MetricSpec(
+        "kvcore_ignored_options_total",
+        Kind.COUNTER,
+        "Options of requests that were ignored because they cannot be read, by option",
+        ("option",),
+    ),
+    MetricSpec(
         "kvcore_store_lookups_total",
         Kind.COUNTER,
         "Lookups of prompts in a remote store, by outcome: found, absent, late, failed",
@@ -316,6 +322,10 @@ class Metrics:
     def refused_block(self, tier: str, reason: str, blocks: int = 1) -> None:
         """Count stored blocks that are not those asked for (`kvcore.errors.Mismatch`)."""
         self._add("kvcore_refused_blocks_total", blocks, tier, reason)
+
+    def ignored_option(self, option: str) -> None:
+        """Count an option of a request, ``fusion`` or ``promise``, that could not be read."""
+        self._add("kvcore_ignored_options_total", 1, option)
 
     def asked_store(self, tier: str, outcome: str) -> None:
         """Count a lookup in a remote store: "found", "absent", "late" or "failed"."""

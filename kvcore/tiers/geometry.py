@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from kvcore._util.outside import decode_json, printable, read_bounded
 from kvcore._util.private import open_file, open_folder, write_whole
-from kvcore.errors import FormatError, LayoutError
+from kvcore.errors import FormatError
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
@@ -24,6 +25,10 @@ __all__ = ["RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
 VERSION = 1
 STAGED_VERSION = 2
 """The version of a ``store.json`` whose shards hold ranges of layers. An older kvcore skips it."""
+MAX_SHARDS = 4096
+"""The most shards of a store: one for each rank of an engine."""
+_MAX_NBYTES = 1 << 20
+"""The most bytes of a store.json. One of `MAX_SHARDS` shards with ranges of layers has 150 KB."""
 RECORD_NBYTES = 128
 """Bytes of a record in a shard's index file."""
 
@@ -124,13 +129,18 @@ class Geometry:
                 f"{STAGED_VERSION}"
             )
         try:
+            if len(data["heads"]) > MAX_SHARDS:
+                raise ValueError(f"{len(data['heads'])} shards; supported are {MAX_SHARDS}")
             heads = tuple((int(a), int(b)) for a, b in data["heads"])
             staged = data["layers"] if version == STAGED_VERSION else ()
             layers = tuple((int(a), int(b)) for a, b in staged)
             shape, model = BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"])
             return cls(shape, model, heads, str(data.get("cipher", "")), layers)
-        except (KeyError, TypeError, ValueError, LayoutError) as error:
-            raise FormatError(f"a damaged store.json: {error!r}") from error
+        except FormatError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {printable(error)}"
+            raise FormatError(f"a damaged store.json: {why}") from error
 
     def save(self, folder: Path) -> None:
         """Write store.json, whole or not at all."""
@@ -146,7 +156,7 @@ class Geometry:
         try:
             os.close(open_folder(folder, adopt=True))
             with open(open_file(folder / "store.json", os.O_RDONLY, adopt=True)) as file:
-                data = json.load(file)
-        except (OSError, ValueError) as error:
+                data = decode_json(read_bounded(file.fileno(), _MAX_NBYTES, "store.json"))
+        except (OSError, FormatError) as error:
             raise FormatError(f"no readable store.json in {folder.name}: {error}") from error
         return cls.from_json(data)

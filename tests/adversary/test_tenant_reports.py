@@ -12,6 +12,7 @@ from kvcore.connector.clients import Clients
 from kvcore.explain.request_log import Cause, Miss, RequestRecord
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
+from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.remote.peer.options import PeerOptions
 from kvcore_vllm.handover import Handover
 
@@ -31,7 +32,7 @@ def _answer(config: Config, salt: str, *, lora: str = "", role: str = "kv_both")
     chain = KeyChain(Namespaces(config.namespace, b"f" * 16).of(lora, salt), 16)
     chain.extend(PROMPT)
     manager: Any = SimpleNamespace(expected=len, node="10.1.2.3:7801")
-    handover = Handover(role, 5.0, manager, Clients(config))
+    handover = Handover(role, 5.0, manager, Clients(config), Metrics())
     params = {"kvcore": {"report": True}, "do_remote_decode": True}
     request: Any = SimpleNamespace(
         kv_transfer_params=params, num_prompt_tokens=64, request_id="r", cache_salt=salt
@@ -69,11 +70,14 @@ def test_promises_of_others_are_not_waited_for() -> None:
     chain = KeyChain(Namespaces(config.namespace, b"f" * 16).of("", "q-1"), 16)
     chain.extend(PROMPT)
     manager: Any = SimpleNamespace(expected=len, node="n:1")
-    giver = Handover("kv_producer", 5.0, manager, Clients(free))
+    giver = Handover("kv_producer", 5.0, manager, Clients(free), Metrics())
     request: Any = SimpleNamespace(kv_transfer_params=None, num_prompt_tokens=64, request_id="r")
     request.kv_transfer_params = giver.reply(request, chain, 4, {}, {}, None)
     assert giver.accepted(request, chain) is not None
-    assert Handover("kv_consumer", 5.0, manager, Clients(config)).accepted(request, chain) is None
+    assert (
+        Handover("kv_consumer", 5.0, manager, Clients(config), Metrics()).accepted(request, chain)
+        is None
+    )
 
 
 def test_requests_without_a_salt_are_those_of_the_default_tenant() -> None:

@@ -58,6 +58,16 @@ TRACES_AND_RECORDS = [
         "Check the disk, and restart the engine.",
     ),
     Trouble(
+        "%s is left out: %s",
+        "`kvcore explain` found a name of a record file that is a pipe, a device or unreadable.",
+        "Remove it from the folder of `explain.path`.",
+    ),
+    Trouble(
+        "%s is left out: it has more than %d bytes",
+        "A file of records is far larger than kvcore writes them.",
+        "Remove it from the folder of `explain.path`.",
+    ),
+    Trouble(
         "no spans are made: %s",
         "`explain.spans` needs a package that is not installed.",
         "`pip install opentelemetry-api`, or set `explain.spans = false`.",

@@ -22,6 +22,11 @@ START = [
         "`plugins.disable`.",
     ),
     Trouble(
+        "the variable %s is not read: did you mean %s?",
+        "An environment variable looks like a setting, and kvcore reads no such name.",
+        "Give it the name in the line: two underscores stand before and between the names.",
+    ),
+    Trouble(
         "no native copies: %s",
         "The native copy routines are not built. torch copies instead, more slowly.",
         BUILD_NATIVE,

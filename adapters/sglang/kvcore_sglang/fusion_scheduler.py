@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcore._util.outside import decode_json
 from kvcore.connector.fusion_messages import BlendTime
-from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, read_options
-from kvcore.errors import ConfigError
+from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
+from kvcore.errors import ConfigError, FormatError
 from kvcore.fusion.options import FusionOptions, fusion_options, shortened
 from kvcore.telemetry.metrics import Data
 from kvcore.telemetry.rates import ForwardPart
@@ -61,10 +61,10 @@ def options_of(asking: Asking) -> FusionOptions:
     given = asking.wishes
     if isinstance(given, str):
         try:
-            given = msgspec.json.decode(given)
-        except msgspec.DecodeError as error:
+            given = decode_json(given)
+        except FormatError as error:
             raise ConfigError(
-                f"custom_params.kvcore is {shortened(given)}, which is not JSON: {error}"
+                f"custom_params.kvcore is {shortened(given)}, which kvcore cannot read: {error}"
             ) from error
     return fusion_options(given, len(asking.tokens))
 
@@ -76,7 +76,7 @@ class SglangFusionScheduler(FusionScheduler):
         """Read the fusion options of a request."""
         if not asking.fresh:
             return FusionRequest(rid, FusionOptions(enabled=False))
-        options, error = read_options(rid, lambda: options_of(asking))
+        options, error = self.read_options(rid, lambda: options_of(asking))
         request = FusionRequest(rid, options, error=error)
         if error:
             self.remember(request)

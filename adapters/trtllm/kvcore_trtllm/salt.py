@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvcore.errors import ConfigError
+from kvcore._util.outside import decode_json
+from kvcore.errors import ConfigError, FormatError
 from kvcore.fusion.options import FusionOptions
 
 __all__ = ["PREFIX", "Wish", "fusion_salt", "read_salt"]
@@ -56,8 +57,8 @@ def read_salt(cache_salt: str | None, tokens: int) -> Wish | None:
     if cache_salt is None or not cache_salt.startswith(PREFIX):
         return None
     try:
-        content = msgspec.json.decode(cache_salt.removeprefix(PREFIX), type=_Content)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        content: _Content = decode_json(cache_salt.removeprefix(PREFIX), _Content)
+    except FormatError as error:
         raise ConfigError(
             f"a cache_salt of {len(cache_salt)} characters: {error}; supported after {PREFIX!r} is "
             "JSON with once, fusion and salt: make one with kvcore_trtllm.salt.fusion_salt"

@@ -107,6 +107,7 @@ def build_scheduler_side(
             settings.promise_s,
             parts.manager,
             Clients(config),
+            parts.metrics,
         ),
         in_step=in_step,
         layerwise=layerwise,

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvcore.connector.fusion_chunks import worth_fetching
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan
-from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler, read_options
+from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
 from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.manager import Hit
@@ -66,7 +66,7 @@ class VllmFusionScheduler(FusionScheduler):
     def track(self, request: Request) -> VllmFusionRequest:
         """Read the fusion options of a request. Requests with images are answered exactly."""
         name, given = request.request_id, (request.kv_transfer_params or {}).get("kvcore")
-        options, error = read_options(name, lambda: fusion_options(given, request.num_tokens))
+        options, error = self.read_options(name, lambda: fusion_options(given, request.num_tokens))
         if request.mm_features and not error:  # an image's positions are more than one number
             options = FusionOptions(enabled=False)
         return VllmFusionRequest(name, options, error=error)

@@ -14,6 +14,7 @@ from kvcore.connector.clients import Clients
 from kvcore.connector.disagg import accepted, promised
 from kvcore.manager.base import Manager, Promise
 from kvcore.model.keys import KeyChain
+from kvcore.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,10 +26,18 @@ class Handover:
     """Reads promises from requests, and adds them to what a client gets back.
 
     ``role`` is vLLM's ``kv_role``. Promised KV is waited for up to ``wait_s`` seconds. ``clients``
-    says who may have what.
+    says who may have what. ``metrics`` count the promises that cannot be read.
     """
 
-    def __init__(self, role: str | None, wait_s: float, manager: Manager, clients: Clients) -> None:
+    def __init__(
+        self,
+        role: str | None,
+        wait_s: float,
+        manager: Manager,
+        clients: Clients,
+        metrics: Metrics,
+    ) -> None:
+        self._metrics = metrics
         self._produces = role == _PRODUCER
         self._clients = clients
         self._wait_s = wait_s
@@ -43,7 +52,7 @@ class Handover:
             return None
         asked = _asked(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
-        return accepted(told, chain, self._wait_s, request.request_id)
+        return accepted(told, chain, self._wait_s, request.request_id, self._metrics)
 
     def reply(
         self,

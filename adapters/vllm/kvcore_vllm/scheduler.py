@@ -111,7 +111,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self._prefixes = PrefixCacheAge()
         self._policy = policy
         self._handover = handover or Handover(
-            None, settings.promise_s, self.manager, Clients(config)
+            None, settings.promise_s, self.manager, Clients(config), self.metrics
         )
 
     # -- a request comes --------------------------------------------------------------------

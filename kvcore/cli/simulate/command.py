@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvcore import log
 from kvcore.cli.options import AsJson
+from kvcore.errors import ConfigError
 
 __all__ = ["simulate_trace"]
 
@@ -73,6 +74,7 @@ def simulate_trace(
     Repeated options make a sweep over all combinations.
     """
     from kvcore.cli.simulate.sweep import Machine, Sweep, as_json, as_table, draw, run
+    from kvcore.cli.simulate.trace import read_trace
 
     log.configure("error")
     machine = Machine(
@@ -89,6 +91,8 @@ def simulate_trace(
     sweep = Sweep(
         host or ["64GiB"], disk or ["0B"], policies or ["lru"], ways or ["planner"], write
     )
+    if next(read_trace(trace, block_tokens, 1), None) is None:
+        raise ConfigError(f"{trace} has no requests: give a file of JSON lines")
     outcomes = list(run(trace, machine, sweep, speed, limit))
     if in_json:
         typer.echo(as_json(trace, outcomes))

@@ -178,7 +178,8 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         """Return another engine's promise at the request's first lookup, else None."""
         new, tracked.new = tracked.new, False
         promise = request.promise if new else None
-        return accepted(promise, tracked.chain, self._promise_s, request.request_id)
+        chain, name = tracked.chain, request.request_id
+        return accepted(promise, chain, self._promise_s, name, self.metrics)
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

@@ -26,6 +26,7 @@ from kvcore._util.private import (
     open_file,
     open_folder,
 )
+from kvcore.config.fields import forgotten_unit
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.tiers.base import BlockRecord
@@ -172,7 +173,7 @@ def _no_room(path: Path, geometry: Geometry, capacity: int, others: int) -> Tier
     if capacity < geometry.per_slot + _OVERHEAD:
         return TierUnavailable(
             f"{capacity} bytes under {path} do not hold one block of {geometry.per_slot} bytes: "
-            "raise disk.capacity"
+            f"raise disk.capacity{forgotten_unit(capacity)}"
         )
     return _Crowded(
         f"engines that are running keep {others} of the {capacity} bytes under {path}: give this "

@@ -12,6 +12,7 @@ queue, so a load never waits behind saves.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -408,8 +409,12 @@ class DiskTier(Tier):
         )
 
     def _unavailable(self, doing: str, slot: int, error: OSError) -> TierUnavailable:
-        full = " (the disk is full: lower disk.capacity)" if error.errno in FULL else ""
-        return TierUnavailable(f"{doing} slot {slot} in {self._data.path}: {error}{full}")
+        why = ""
+        if error.errno == errno.EFBIG:
+            why = " (a file may be no larger: raise `ulimit -f`, or lower disk.capacity)"
+        elif error.errno in FULL:
+            why = " (the disk is full: lower disk.capacity)"
+        return TierUnavailable(f"{doing} slot {slot} in {self._data.path}: {error}{why}")
 
     def _sync(self) -> None:
         try:

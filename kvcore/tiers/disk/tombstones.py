@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcore._util.outside import decode_json, printable, read_bounded
 from kvcore._util.private import open_file, open_folder, write_whole
-from kvcore.errors import TierUnavailable
+from kvcore.errors import FormatError, TierUnavailable
 from kvcore.index.slots import slot_runs
 from kvcore.model.keys import KEY_BYTES
 from kvcore.tiers.disk.files import IndexFile
@@ -41,6 +42,7 @@ FILE = "cleared"
 EVERY = ""
 SLOTS = "slots"
 MAX_ENTRIES = 1 << 14
+_MAX_NBYTES = MAX_ENTRIES * 256
 """The most namespaces, and the most slots, in one file. With more, it says that all are cleared."""
 _NEVER = (1 << 63) - 1
 
@@ -208,17 +210,24 @@ def _read(folder: Path) -> _Clears | None:
     """Return the recorded clears, None if there are none. A damaged file clears everything."""
     try:
         with open(open_file(folder / FILE, os.O_RDONLY, adopt=True), "rb") as file:
-            text = file.read()
+            text = read_bounded(file.fileno(), _MAX_NBYTES, FILE)
     except FileNotFoundError:
         return None
+    except FormatError as error:
+        return _all_cleared(folder, error)
     try:
-        cleared = json.loads(text)
+        cleared = decode_json(text, dict[str, Any])
         runs = [(int(a), int(b), int(stamp)) for a, b, stamp in cleared.pop(SLOTS, ())]
         assert all(name == EVERY or len(bytes.fromhex(name)) == KEY_BYTES for name in cleared)
         return _Clears({name: int(stamp) for name, stamp in cleared.items()}, runs)
-    except (ValueError, TypeError, AttributeError, AssertionError, RecursionError) as error:
-        _log.warning("%s cannot be read, all of the store is cleared: %s", folder / FILE, error)
-        return _Clears({EVERY: _NEVER}, [])
+    except Exception as error:  # noqa: BLE001 - whatever is in the file
+        return _all_cleared(folder, error)
+
+
+def _all_cleared(folder: Path, error: Exception) -> _Clears:
+    why = printable(error)
+    _log.warning("%s cannot be read, all of the store is cleared: %s", folder / FILE, why)
+    return _Clears({EVERY: _NEVER}, [])
 
 
 def _erase(path: Path, cleared: Mapping[str, int], runs: Sequence[tuple[int, int, int]]) -> None:

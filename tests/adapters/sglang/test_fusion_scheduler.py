@@ -29,6 +29,7 @@ from kvcore.connector.rank_guard import RankGuard  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.errors import ConfigError  # noqa: E402
 from kvcore.fusion.controller import Mode  # noqa: E402
+from kvcore.fusion.options import FusionOptions  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
 from kvcore.harness.prompts import words as words_of  # noqa: E402
 from kvcore.index import BlockIndex, TierSpec  # noqa: E402
@@ -232,6 +233,41 @@ def test_wishes_come_as_json() -> None:
     assert rig.leader.track("old", Asking(np.array([1]), None, False)) == FusionRequest(
         "old", options_of(Asking(np.array([1]), {"fusion": {"enabled": False}}))
     )
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        "[" * 5000,
+        '{"fusion": ' + "[" * 200_000,
+        "\ud800",
+        {"fusion": {"ratio": "\ud800"}},
+        {"fusion": {"\ud800": 1}},
+        '{"fusion": {"chunks": [[0, 1e400]]}}',
+        '{"fusion": {"ratio": ' + "9" * 5000 + "}}",
+    ],
+    ids=range(7),
+)
+def test_what_a_client_says_costs_its_own_request_only(wishes: Any) -> None:
+    """Each of these raised another error than was expected, and kvcore stopped for everybody."""
+    rig, text = FusionRig(), words(1, 96)
+    rig.put(text)
+    assert rig.plan("hostile", [7, *text, 1], wishes=wishes) is None
+    told = rig.leader.results["hostile"]["error"]
+    assert len(told.encode()) < 1000
+    assert rig.metrics.snapshot()["kvcore_ignored_options_total"] == {"fusion": 1}
+    assert rig.plan("friendly", [7, *text, 1]) is not None
+
+
+def test_no_error_of_a_reader_of_options_goes_further() -> None:
+    rig = FusionRig()
+
+    def read() -> FusionOptions:
+        raise MemoryError
+
+    options, why = rig.leader.read_options("request", read)
+    assert not options.enabled
+    assert why == "a number in it is too large"
 
 
 def test_the_controller_of_an_engine_decides() -> None:

@@ -233,3 +233,24 @@ def test_a_server_that_could_serve_nobody_does_not_start(
     refused = runner.invoke(app, ["server", "-c", str(file)])
     assert refused.exit_code == 2
     assert told.format(path=tmp_path) in refused.output
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["scrub", "{folder}"], "holds nothing of kvcore: give the disk.path"),
+        (["explain", "--path", "{folder}"], "no records in"),
+        (["simulate", "{folder}/trace.jsonl"], "has no requests"),
+        (["bench", "/no/such/folder"], "there is no folder /no/such/folder"),
+        (
+            ["ctl", "--address", "ipc://{folder}/s", "clear", "all"],
+            "start a server (`kvcore server`)",
+        ),
+    ],
+)
+def test_where_there_is_nothing_it_is_said(tmp_path: Path, args: list[str], expected: str) -> None:
+    (tmp_path / "trace.jsonl").touch()
+    tmp_path.chmod(0o700)
+    result = runner.invoke(app, [arg.format(folder=tmp_path) for arg in args])
+    assert result.exit_code == 2, result.output
+    assert expected in " ".join(result.stderr.split())

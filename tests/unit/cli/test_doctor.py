@@ -85,7 +85,9 @@ def test_an_engine_that_lacks_an_interface_is_no_engine(look: Any) -> None:
 
 def test_a_disk_that_is_too_small_or_no_folder(look: Any, tmp_path: Path) -> None:
     disk = {"path": str(tmp_path / "kv"), "capacity": 1 << 60}
-    assert look(disk=disk)["disk"].change == "lower disk.capacity"
+    found = look(disk=disk)["disk"]
+    assert found.change == "lower disk.capacity"
+    assert found.found.startswith(f"{tmp_path}/kv: ")
     (tmp_path / "file").write_text("")
     disk = {"path": str(tmp_path / "file" / "kv")}
     assert look(disk=disk)["disk"].change == "give a folder to write to"

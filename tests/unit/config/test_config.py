@@ -22,6 +22,8 @@ from kvcore.config import (
     parse_size,
     settings,
 )
+from kvcore.config.fields import forgotten_unit
+from kvcore.config.load import secrets_in
 from kvcore.config.walk import known_paths, node_at
 from kvcore.errors import ConfigError
 
@@ -253,16 +255,16 @@ def test_advice_for_an_unknown_key(table: dict[str, Any], advice: str) -> None:
         ({"block": {"tokens": 24}}, "given 24; supported is a power of two"),
         ({"block": {"tokens": "16"}}, "given '16'; supported is a whole number from 8 to 1024"),
         ({"block": {"tokens": 16.0}}, "given 16.0; supported is a whole number"),
-        ({"block": 16}, "block (overrides): given 16; supported is a table of settings"),
+        ({"block": 16}, "block (overrides): given an int; supported is a table of settings"),
         ({"host": {"capacity": "8 apples"}}, "host.capacity (overrides): given '8 apples'"),
         ({"host": {"capacity": 0}}, "given 0; supported is a size"),
         ({"host": {"pin": 1}}, "given 1; supported is true or false"),
         ({"host": {"policy": ""}}, "given ''; supported is text, not empty"),
-        ({"host": {"policy_options": [1]}}, "given [1]; supported is a table of settings"),
+        ({"host": {"policy_options": [1]}}, "given a list; supported is a table of settings"),
         ({"disk": {"write": "later"}}, 'one of "write_through", "write_back", "selective"'),
         ({"disk": {"path": 3}}, "given 3; supported is the path of a folder, or unset"),
         ({"disk": {"path": "a\0b"}}, "supported is the path of a folder"),
-        ({"disk": None}, "given None; supported is a table of settings"),
+        ({"disk": None}, "given nothing; supported is a table of settings"),
         ({"transfer": {"load_deadline_s": 0}}, "given 0; supported is a number above 0"),
         ({"transfer": {"load_deadline_s": float("inf")}}, "given inf; supported is a number"),
         ({"plugins": {"disable": ["a", 3]}}, "plugins.disable (overrides): given 3; supported is"),
@@ -288,7 +290,7 @@ def test_a_wrong_value_names_its_source(tmp_path: Path) -> None:
     assert line.startswith("host.capacty (environment KVCORE__HOST__CAPACTY)")
     assert "did you mean host.capacity?" in line
     assert "(environment KVCORE__HOST__PIN): given 'maybe'" in message(KVCORE__HOST__PIN="maybe")
-    assert "host (environment KVCORE__HOST): given 'big'" in message(KVCORE__HOST="big")
+    assert "host (environment KVCORE__HOST): given a str" in message(KVCORE__HOST="big")
 
 
 def test_every_problem_is_named_at_once() -> None:
@@ -390,3 +392,149 @@ def test_reading_to_the_device_is_refused_where_it_cannot_be(
     with pytest.raises(ConfigError, match=why) as refused:
         load_config(overrides={**more, "disk": {**disk, **more.get("disk", {})}}, env={})
     assert str(refused.value).startswith("disk.to_device (overrides")
+
+
+def test_endless_nesting_in_a_variable_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="KVCORE__HOST"):
+        load_config(env={"KVCORE__HOST": '{"a":' * 200_000})
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_config(env={"KVCORE_SECRETS": "[" * 200_000})
+
+
+# -- secrets stay secret --------------------------------------------------------------------------
+
+SECRET = "s3cr3t-of-ours"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", f'namespace:\n  secret: "{SECRET}\n'),
+        ("a.yaml", f"namespace: {SECRET}\n"),
+        ("a.yaml", f"namespace:\n  secret: [{SECRET}\n"),
+        ("a.yaml", f"namespace:\n  secret: *{SECRET}\n"),
+        ("a.yaml", f"namespace:\n  secret: !{SECRET} x\n"),
+        ("a.yaml", f"namespace:\n\tsecret: {SECRET}\n"),
+        ("a.toml", f'namespace = "{SECRET}"\n'),
+        ("a.toml", f'[namespace]\nsecret = "{SECRET}\n'),
+        ("a.toml", f"[namespace]\nsecret = {SECRET}\n"),
+        ("a.toml", f'[namespace]\nsecret = ["{SECRET}"]\n'),
+    ],
+)
+def test_no_error_of_a_file_shows_what_is_written_there(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / name, env={})
+    assert SECRET not in str(refused.value)
+    assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"KVCORE__NAMESPACE": SECRET},
+        {"KVCORE_SECRETS": SECRET},
+        {"KVCORE_SECRETS": f'"{SECRET}"'},
+        {"KVCORE_SECRETS": f'{{"namespace": "{SECRET}"}}'},
+        {"KVCORE_SECRETS": f'{{"namespace": {{"secret": ["{SECRET}"]}}}}'},
+        {"KVCORE__TENANTS": SECRET},
+    ],
+)
+def test_no_error_of_a_variable_shows_its_value(env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(env=env)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"redis://user:{SECRET}@host:6379/0",
+        f"redis://user:a/{SECRET}@host:6379/0",
+        f"redis://user:a?{SECRET}@host:6379/0",
+        f"redis://user:a#{SECRET}@host:6379/0",
+        f"redis://user:a '{SECRET}@host:6379/0",
+        f"redis://user:a@{SECRET}@host:6379/0",
+        f"redis://{SECRET}@host",
+        f"redis://host/0?password={SECRET}",
+        f"redis://host/0?a=1&pwd={SECRET}&b=2",
+        f"https://account.blob/container?se=1&sig={SECRET}%3D",
+        f"redis://host/0?password=#/ {SECRET}",
+    ],
+)
+def test_a_login_is_masked_whatever_characters_it_has(url: str) -> None:
+    config = load_config(
+        overrides={
+            "tiers": {"shelf": {"plugin": "redis", "capacity": "1GiB", "options": {"url": url}}}
+        },
+        env={},
+    )
+    shown = str([setting.value for setting in settings(config)])
+    assert SECRET not in shown
+    assert "host" in shown or "account.blob" in shown
+    assert SECRET not in str(explicit_settings(config)), "it would be in a command line"
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides={"disk": {"path": url}}, env={})
+    if "//host" not in url and "blob" not in url:
+        assert f":{SECRET}" not in str(refused.value)
+
+
+# -- values that people write --------------------------------------------------------------------
+
+
+def test_a_number_that_is_none_is_refused_as_a_number() -> None:
+    assert secrets_in(parse_assignment("fusion.ratio=nan")) == []
+    with pytest.raises(ConfigError, match=r"fusion\.ratio.*given nan"):
+        load_config(overrides=parse_assignment("fusion.ratio=nan"), env={})
+
+
+@pytest.mark.parametrize("path", ["file:///mnt/kv", "s3://bucket/kv", "$HOME/kv", "${HOME}/kv"])
+def test_a_path_that_is_a_url_or_has_a_variable_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"disk\.path"):
+        load_config(overrides={"disk": {"path": path}}, env={})
+
+
+def test_the_path_of_a_file_url_is_offered() -> None:
+    with pytest.raises(ConfigError, match="write '/mnt/kv'"):
+        load_config(overrides={"disk": {"path": "file:///mnt/kv"}}, env={})
+
+
+def test_a_path_from_the_environment_loses_its_blanks() -> None:
+    config = load_config(env={"KVCORE__DISK__PATH": " /mnt/kv\n"})
+    assert config.disk.path == Path("/mnt/kv")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("10Gi", r"write 10GiB \(of 1024\)$"), ("10g", r"write 10GiB \(of 1024\) or GB")],
+)
+def test_a_size_with_half_a_unit_gets_a_hint(given: Any, hint: str) -> None:
+    with pytest.raises(ConfigError, match=hint):
+        load_config(overrides={"host": {"capacity": given}}, env={})
+
+
+def test_a_number_of_bytes_that_nobody_means_gets_a_hint() -> None:
+    assert 'write "10GiB"' in forgotten_unit(10)
+    for meant in (0, 1024, 1 << 30, True):
+        assert forgotten_unit(meant) == ""
+
+
+@pytest.mark.parametrize("name", ["a.toml", "a.yaml"])
+def test_a_byte_order_mark_is_read_over(tmp_path: Path, name: str) -> None:
+    text = '[host]\ncapacity = "2GiB"\n' if name == "a.toml" else "host:\n  capacity: 2GiB\n"
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(tmp_path / name, env={}).host.capacity == 2 << 30
+
+
+def test_a_variable_that_nearly_fits_a_setting_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = {"KVCORE_HOST_CAPACITY": "1GiB", "KVCORE_CONFIG_FILE": "/a", "KVCORE_PORT": "tcp://a:1"}
+    for _ in range(2):
+        load_config(env=env)
+    assert sorted(caplog.messages) == [
+        "the variable KVCORE_CONFIG_FILE is not read: did you mean KVCORE_CONFIG?",
+        "the variable KVCORE_HOST_CAPACITY is not read: did you mean KVCORE__HOST__CAPACITY?",
+    ]

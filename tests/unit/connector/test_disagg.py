@@ -24,6 +24,7 @@ from kvcore.manager.remote_lookup import StoreLookup
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
+from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.remote import Finder, Item, Promise, Shard
 from kvcore.tiers.remote.memory import MemoryStore
@@ -345,7 +346,7 @@ def request(params: dict[str, Any] | None) -> Any:
 
 
 def handover(role: str, manager: Any, **tables: Any) -> Handover:
-    return Handover(role, 5.0, manager, Clients(load_config(overrides=tables, env={})))
+    return Handover(role, 5.0, manager, Clients(load_config(overrides=tables, env={})), Metrics())
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,20 @@ def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
 # -- the adapter's side -------------------------------------------------------------------------
 
 
+def test_what_is_no_file_of_records_holds_up_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "requests-0.jsonl").write_text(
+        '{"request": "good", "at": 1}\n' + "[" * 200_000 + '\n{"request": "\\ud800", "at": 1}\n'
+    )
+    os.mkfifo(tmp_path / "requests-1.jsonl")
+    (tmp_path / "requests-2.jsonl").touch()
+    os.truncate(tmp_path / "requests-2.jsonl", 1 << 40)
+    assert [record["request"] for record in read_records(tmp_path)] == ["good"]
+    assert "requests-1.jsonl is left out: it is not a regular file" in caplog.text
+    assert "requests-2.jsonl is left out: it has more than" in caplog.text
+
+
 def test_a_recorder_of_nothing_does_nothing() -> None:
     recorder = RequestRecorder.of(load_config(env={}))
     assert recorder.journal is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +146,34 @@ def test_a_half_written_adapter_is_named(weights: Callable[..., str], config: st
     if config is None:
         (Path(path) / "adapter_config.json").unlink()
     with pytest.raises(UnsupportedError, match=path):
+        lora_identity("a", path)
+
+
+HOSTILE_CONFIGS = {
+    "nested": '{"a": ' + "[" * 200_000,
+    "nested and whole": '{"a": ' + "[" * 900 + "]" * 900 + "}",
+    "a list": "[]",
+    "a number": '{"r": 1e400}',
+    "no Unicode": '{"a": "\\ud800"}',
+    "large": '{"a": "' + "x" * (1 << 20) + '"}',
+}
+
+
+@pytest.mark.parametrize("config", HOSTILE_CONFIGS.values(), ids=HOSTILE_CONFIGS)
+def test_a_configuration_that_was_made_to_do_harm_costs_that_adapter_only(
+    weights: Callable[..., str], config: str
+) -> None:
+    path = weights("one", b"1", config)
+    with contextlib.suppress(UnsupportedError):
+        assert lora_identity("a", path).startswith("a:")
+    assert lora_identity("a", weights("two", b"1"))
+
+
+def test_a_pipe_in_place_of_a_configuration_holds_up_nobody(weights: Callable[..., str]) -> None:
+    path = weights("one", b"1")
+    (Path(path) / "adapter_config.json").unlink()
+    os.mkfifo(Path(path) / "adapter_config.json")
+    with pytest.raises(UnsupportedError, match="regular file"):
         lora_identity("a", path)
 
 

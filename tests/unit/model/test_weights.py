@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,3 +182,75 @@ def test_code_is_known_by_its_files(tmp_path: Path) -> None:
     one = fingerprint_code(tmp_path)
     (tmp_path / "modeling.py").write_text("a = 2")
     assert len({empty, one, fingerprint_code(tmp_path)}) == 3
+
+
+# -- files that somebody made to do harm --------------------------------------------------------
+
+
+def hostile_gguf(path: Path, kind: str) -> None:
+    """Write a header that promises more than the file has."""
+    huge = 1 << 60
+    text = struct.pack("<Q", 1) + b"a"
+    head = {
+        "text": (0, 1, struct.pack("<Q", huge)),
+        "tensors": (huge, 0, b""),
+        "values": (0, huge, b""),
+        "list": (0, 1, text + struct.pack("<IIQ", 9, 8, huge)),
+        "lists in lists": (0, 1, text + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 100_000),
+        "unknown kind": (0, 1, text + struct.pack("<I", 77)),
+        "cut off": (1, 0, b""),
+    }
+    tensors, values, rest = head[kind]
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, values) + rest)
+
+
+@pytest.mark.parametrize(
+    "kind", ["text", "tensors", "values", "list", "lists in lists", "unknown kind", "cut off"]
+)
+def test_a_gguf_that_promises_more_than_it_has_is_refused(tmp_path: Path, kind: str) -> None:
+    hostile_gguf(tmp_path / "model.gguf", kind)
+    with pytest.raises(UnsupportedError, match="cannot read the weights"):
+        fingerprint_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"a": {"data_offsets": [0.5, 1.5]}}',
+        b'{"a": {"data_offsets": [1e400, 2]}}',
+        b'{"a": {"data_offsets": [-9, 2]}}',
+        b'{"a": {"data_offsets": 7}}',
+        b'{"a": {"data_offsets": ["x", "y"]}}',
+        b"\xff\xfe",
+        b"7",
+    ],
+    ids=range(9),
+)
+def test_a_header_that_is_not_safetensors_is_refused(tmp_path: Path, header: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(UnsupportedError, match="cannot read the weights"):
+        fingerprint_files(tmp_path)
+
+
+def test_an_archive_of_an_unknown_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", b"1" * 100)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 6] = 99  # the version that is needed to read it
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedError, match="cannot read the weights"):
+        fingerprint_files(tmp_path)
+
+
+def test_a_file_that_became_a_pipe_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a regular file when the folder was looked at."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    monkeypatch.setattr(Path, "is_file", lambda path: path.suffix == ".safetensors")
+    with pytest.raises(UnsupportedError, match="regular file"):
+        fingerprint_files(tmp_path)

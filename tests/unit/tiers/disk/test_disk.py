@@ -163,6 +163,8 @@ def test_only_the_owner_may_read(path: Path) -> None:
         lambda f: f.write_text(json.dumps(replace(GEOMETRY, model=b"other").to_json())),
         lambda f: f.write_text("{"),
         lambda f: f.write_bytes(b"\xff\xfe"),
+        lambda f: f.write_text("[" * 200_000),
+        lambda f: f.write_text(f.read_text().replace('"version": 1', '"version": 1e400')),
         lambda f: f.unlink(),
     ],
 )
@@ -179,6 +181,27 @@ def test_a_store_that_cannot_be_understood_is_left_alone(
         tier.check_integrity()
     with pytest.raises(FormatError):
         DiskTier(MountedStore(folder, 2), GEOMETRY, shard=0, slot_nbytes=SLOT)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda f: os.truncate(f, 3 << 30),
+        lambda f: f.write_text(json.dumps(GEOMETRY.to_json() | {"heads": [[0, 1]] * 200_000})),
+    ],
+    ids=["sparse", "many shards"],
+)
+def test_a_store_json_of_any_size_costs_its_own_store_only(
+    path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts against the capacity, so the store may be removed to make room."""
+    folder, blocks = fill(path, 2)
+    spoil(folder / "store.json")
+    with opened(path) as (store, tier):
+        assert store.records == []
+        assert "store.json has" in caplog.text
+        write_blocks(tier, blocks)
+        tier.check_integrity()
 
 
 def test_another_model_gets_another_store(path: Path) -> None:

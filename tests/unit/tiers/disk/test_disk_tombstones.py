@@ -216,7 +216,21 @@ def test_ranks_of_another_machine_have_its_clock() -> None:
 
 @pytest.mark.parametrize(
     "damaged",
-    [b"", b"[]", b"{", b'{"x": 1}', b'{"": null}', b'{"abcd": 1}', b"\xff", b'{"slots": [[1]]}'],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"x": 1}',
+        b'{"": null}',
+        b'{"": Infinity}',
+        b'{"": 1e400}',
+        b'{"abcd": 1}',
+        b"\xff",
+        b'{"slots": [[1]]}',
+        b'{"slots": ' + b"[" * 200_000,
+        b'{"": 1, "x": "' + b"x" * (5 << 20) + b'"}',
+    ],
+    ids=range(12),
 )
 def test_a_damaged_note_clears_everything(
     tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
