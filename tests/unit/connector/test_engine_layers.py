@@ -38,7 +38,9 @@ def test_objects_of_a_kind_are_found_and_nothing_is_woken() -> None:
 
 def test_a_model_that_is_not_known_is_refused_by_name() -> None:
     check_architecture(["Other", "Llama"], ("Llama", "Qwen"))
-    with pytest.raises(UnsupportedError, match="Mixtral is not supported by fusion, only Llama, Qwen"):
+    with pytest.raises(
+        UnsupportedError, match="Mixtral is not supported by fusion, only Llama, Qwen"
+    ):
         check_architecture(["Mixtral"], ("Llama", "Qwen"))
     check_count([1, 2], 2)
     with pytest.raises(UnsupportedError, match="3 decoder layers and 2 layers of KV"):
