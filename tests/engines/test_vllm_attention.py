@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ WATCHING = Path(__file__).with_name("watching")
 CONFIG: dict[str, Any] = {"host": {"capacity": "64MiB"}}
 
 
-def environment(*hooks: str) -> dict[str, str]:
-    path = os.pathsep.join([str(WATCHING), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "WATCHING": ",".join(hooks)}
+def environment(folder: Path, *hooks: str) -> dict[str, str]:
+    (folder / "kvcore_wanted.py").write_text(f"HOOKS = {hooks}\n")
+    path = [str(WATCHING), str(folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +52,10 @@ def answered(process: EngineProcess) -> list[int]:
 
 @pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
 def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
-    model: Path, asked: list[list[int]], plain: list[Generation], v2: bool
+    model: Path, asked: list[list[int]], plain: list[Generation], tmp_path: Path, v2: bool
 ) -> None:
     """Tokens stay, so q, k, v, positions and rows are what they are said to be."""
-    env = environment("answer", "fail") | (dict(rig.V2) if v2 else {})
+    env = environment(tmp_path, "answer", "fail") | (dict(rig.V2) if v2 else {})
     with engine(model, CONFIG, env=env) as process:
         runner = "vllm.v1.worker.cpu.model_runner." if v2 else "vllm.v1.worker.cpu_model_runner."
         assert process.wait_ready()["runner"].startswith(runner)
@@ -66,14 +68,26 @@ def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
     assert log.count("'fail' failed at layer") == 1
 
 
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(rig.PIECEWISE, id="in pieces"),
+        pytest.param({"enforce_eager": False}, id="whole", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_hook_changes_what_attention_gives_in_a_compiled_model(
-    model: Path, asked: list[list[int]], plain: list[Generation], tmp_path: Path
+    model: Path,
+    asked: list[list[int]],
+    plain: list[Generation],
+    tmp_path: Path,
+    compiled: Mapping[str, Any],
 ) -> None:
     """It spoils what decodes give: the first token, of the prompt's rows, stays. What was stored
     under it is not found by an engine without."""
-    wanted = environment("answer", "silence")
+    wanted = environment(tmp_path, "answer", "silence")
     config = {**CONFIG, "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
-    with engine(model, config, env=wanted, enforce_eager=False) as process:
+    with engine(model, config, env=wanted, **compiled) as process:
+        assert (process.wait_ready()["pieces"] > 0) == (compiled is rig.PIECEWISE)
         spoilt = answers(process, asked)
         assert answered(process) == sorted(map(len, asked))
         settle_and_empty(process)

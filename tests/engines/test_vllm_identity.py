@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,15 +20,18 @@ from safetensors.torch import load_file, save_file
 
 from kvcore.harness.compare import (
     ALL,
+    EXACT,
     REUSE,
     SPACE,
     Reference,
     answers,
     assert_same_answers,
+    counted,
     settle_and_empty,
     warm,
 )
 from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess
 from kvcore.harness.models import tiny_lora, tiny_vision_model
 from kvcore.harness.prompts import mixed, windows
 from kvcore_devtools.servers import need_client, redis_like, servers
@@ -37,7 +41,9 @@ pytestmark = pytest.mark.engine
 SESSION = Path(__file__).with_name("vllm_session.py")
 VARIANTS = Path(__file__).with_name("variants")
 HOST = {"host": {"capacity": "256MiB"}}
-BETWEEN_STEPS = {"transfer": {"sync_load_max": 0}}
+FUSED = {"fusion": {"enabled": True, "min_tokens": 64}}
+TOKEN_NBYTES = 4 * 2 * 2 * 64 * 4  # layers, key and value, heads, head size, float32
+IN_STEP_TOKENS = 600
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +62,11 @@ def reference(model: Path) -> Iterator[Reference]:
         yield Reference(process)
 
 
-def variant(name: str) -> dict[str, str]:
-    path = os.pathsep.join([str(VARIANTS), os.environ.get("PYTHONPATH", "")])
-    return {"PYTHONPATH": path, "VARIANT": name}
+def variant(folder: Path, name: str, seen: str = "") -> dict[str, str]:
+    """Return the environment of an engine with a variant of vLLM (``kvcore_variants``)."""
+    (folder / "kvcore_wanted.py").write_text(f"VARIANT, SEEN = {(name, seen)}\n")
+    path = [str(VARIANTS), str(folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path)}
 
 
 @pytest.mark.skipif(
@@ -68,17 +76,19 @@ def test_eight_bit_formats_never_read_each_others_kv(
     model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
     kvcore = HOST | {"disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
-    expected = {}
     for name in ("fp8_e4m3", "fp8_e5m2"):
         with engine(model, None, kv_cache_dtype=name, enable_prefix_caching=False) as process:
-            expected[name] = answers(process, documents)
-    for name, again in (("fp8_e4m3", False), ("fp8_e5m2", False), ("fp8_e4m3", True)):
+            expected = answers(process, documents)
         with engine(model, kvcore, kv_cache_dtype=name) as process:
             got = answers(process, documents)
-            assert_same_answers(got, expected[name])
-            assert any(answer.tiers.get("disk") for answer in got) == again
+            assert_same_answers(got, expected)
+            assert not any(answer.reused_tokens for answer in got), "it read the other format's KV"
             settle_and_empty(process)
-            assert_same_answers(answers(process, documents), expected[name])
+            again = answers(process, documents)
+            assert_same_answers(again, expected)
+            assert all(answer.reused_tokens for answer in again), "this format is not stored at all"
+            assert "not found after a restart" not in process.log.read_text()
+            assert counted(process, "kvcore_tier_used_bytes", tier="disk") > 0
 
 
 def test_runs_that_differ_in_one_setting_find_nothing_of_each_other(
@@ -143,50 +153,58 @@ def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path
         pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
         pictures.append(tmp_path / f"{seed}.png")
         Image.fromarray(pixels).save(pictures[-1])
-    found = []
-    for kvcore in (None, HOST):
-        command = [sys.executable, SESSION, tiny_vision_model(), json.dumps(kvcore), *pictures]
-        done = subprocess.run(
-            list(map(str, command)), env={**os.environ, **SPACE}, capture_output=True, text=True,
-            timeout=300, check=True,
-        )  # fmt: skip
-        [line] = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
-        found.append(json.loads(line))
-    assert found[1] == found[0] | {"hits": 0}, "kvcore leaves sessions alone"
+    command = [sys.executable, SESSION, tiny_vision_model(), json.dumps(HOST), *pictures]
+    done = subprocess.run(
+        list(map(str, command)), env={**os.environ, **SPACE}, capture_output=True, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    right, got = map(json.loads, re.findall(r'^{"tokens".*', done.stdout, re.MULTILINE))
+    assert got == right | {"hits": 0}, "kvcore leaves sessions alone"
 
 
 # -- vLLM takes other counts than it was offered -------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("taken", "kvcore"),
-    [("fewer", HOST), ("half", HOST), ("half", HOST | BETWEEN_STEPS), ("none", HOST)],
-    ids=["whole pages", "half", "half between steps", "none"],
-)
+@pytest.fixture(scope="module")
+def taking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine that takes of an offer what the first word of a request's salt says."""
+    env = variant(tmp_path_factory.mktemp("taken"), "taken")
+    in_step = {"transfer": {"sync_load_max": IN_STEP_TOKENS * TOKEN_NBYTES}}
+    with engine(model, HOST | FUSED | in_step, env) as process:
+        yield process
+
+
+@pytest.mark.parametrize("taken", ["fewer", "half", "none"])
 def test_fewer_tokens_than_offered_are_loaded_from_the_start(
-    reference: Reference, model: Path, documents: list[list[int]], taken: str, kvcore: Any
+    reference: Reference, taking: EngineProcess, documents: list[list[int]], taken: str
 ) -> None:
-    with engine(model, kvcore, variant(taken)) as process:
-        assert_same_answers(answers(process, documents), reference(documents))
-        settle_and_empty(process)
-        got = answers(process, documents)
-        assert_same_answers(got, reference(documents))
-        assert all((answer.reused_tokens > 0) == (taken != "none") for answer in got)
-        settle_and_empty(process)
-        assert_same_answers(answers(process, documents), reference(documents))
+    """In the step, and between steps if they are many."""
+    assert min(map(len, documents)) < IN_STEP_TOKENS < max(map(len, documents)) - 64
+    right = reference(documents)
+    options = {"cache_salt": f"{taken} documents", "fusion": EXACT}
+    assert_same_answers(answers(taking, documents, **options), right)
+    settle_and_empty(taking)
+    got = answers(taking, documents, **options)
+    assert_same_answers(got, right)
+    assert all((answer.reused_tokens > 0) == (taken != "none") for answer in got)
+    if taken == "half":
+        shares = [
+            answer.reused_tokens / len(one) for answer, one in zip(got, documents, strict=True)
+        ]
+        assert max(shares) < 0.6, "more than half was taken"
+    settle_and_empty(taking)
+    assert_same_answers(answers(taking, documents, **options), right)
 
 
 def test_a_blend_of_which_only_a_part_is_taken_is_computed(
-    reference: Reference, model: Path, chunks: list[list[int]]
+    reference: Reference, taking: EngineProcess, model: Path, chunks: list[list[int]]
 ) -> None:
     """Its chunks cannot be cut. At ratio 0 its tokens would be others than the engine's."""
-    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}}
     asked = mixed(model, chunks, 3, seed=7)
-    with engine(model, settings, variant("half")) as process:
-        warm(process, chunks)
-        got = answers(process, asked, fusion=REUSE)
-        assert_same_answers(got, reference(asked))
-        assert not any(answer.tiers.get("blend") for answer in got)
+    warm(taking, chunks, cache_salt="half chunks")
+    got = answers(taking, asked, fusion=REUSE, cache_salt="half chunks")
+    assert_same_answers(got, reference(asked))
+    assert not any(answer.tiers.get("blend") for answer in got)
 
 
 def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
@@ -198,11 +216,10 @@ def test_kernel_pages_smaller_than_the_schedulers_and_than_blocks(
 ) -> None:
     """A block of 64 tokens lies in two of the kernel's pages of 32; the scheduler's have 128."""
     seen = tmp_path / "seen"
-    settings = HOST | {"fusion": {"enabled": True, "min_tokens": 64}, "block": {"tokens": 64}}
+    settings = HOST | FUSED | {"block": {"tokens": 64}}
     asked = mixed(model, chunks, 3, seed=8)
-    with engine(
-        model, settings, variant("kernel") | {"SEEN": str(seen)}, block_size=128
-    ) as process:
+    env = variant(tmp_path, "kernel", str(seen))
+    with engine(model, settings, env, block_size=128) as process:
         assert_same_answers(answers(process, documents), reference(documents))
         settle_and_empty(process)
         got = answers(process, documents)

@@ -40,7 +40,9 @@ def run(program: str, *arguments: object, **env: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=5)
-    return run("vllm_lifecycle.py", model, other, tmp_path_factory.mktemp("kv"))
+    disk, faults = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("faults")
+    write_injector(faults)
+    return run("vllm_lifecycle.py", model, other, disk, faults, PLUGIN=str(faults))
 
 
 def test_a_pause_renews_the_namespace_and_leaves_the_disk_alone(history: dict[str, Any]) -> None:
@@ -62,20 +64,22 @@ def test_kv_of_weights_that_were_changed_without_a_reset_is_not_served(
     assert found["later"]["tokens"] == found["right"]["tokens"]
 
 
-def test_a_read_that_hangs_holds_up_no_pause(model: Path, tmp_path: Path) -> None:
-    faults = tmp_path / "faults"
-    write_injector(faults)
-    env = {"FAULTS": str(faults), "PLUGIN": str(faults)}
-    found = run("vllm_lifecycle.py", model, model, tmp_path / "kv", **env)["hangs"]
+def test_a_read_that_hangs_holds_up_no_pause(history: dict[str, Any]) -> None:
+    found = history["hangs"]
     assert found["hung"]["tokens"] == found["first"]["tokens"]
     assert found["waited"] > 1.5, "a read from the disk hung until the load's deadline"
     assert found["took"] < 15
 
 
-@pytest.mark.parametrize("step_bytes", [0, 1 << 30], ids=["between steps", "in the step"])
-def test_an_error_in_any_call_ends_kvcore_and_not_vllm(model: Path, step_bytes: int) -> None:
+@pytest.fixture(scope="module")
+def errors(model: Path) -> dict[str, Any]:
+    return run("vllm_guard.py", model)
+
+
+@pytest.mark.parametrize("load", ["between steps", "in the step"])
+def test_an_error_in_any_call_ends_kvcore_and_not_vllm(errors: dict[str, Any], load: str) -> None:
     """What was promised is computed; the answer is that of an engine without kvcore."""
-    found = run("vllm_guard.py", model, step_bytes)
+    found = errors[load]
     wrong = {name: part for name, part in found.items() if not (part["same"] and part["after"])}
     assert not wrong
     raised = {name for name, part in found.items() if part["raised"]}

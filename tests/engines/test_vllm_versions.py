@@ -1,9 +1,10 @@
 """vLLM's oldest and newest version in each of its configurations, with some of the kit's cases.
 
-`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case. 0.32 runs in every other
-test of vLLM, with synchronous scheduling and on Model Runner V2 in test_vllm_faults.py. `make test`
-runs nine cases with asynchronous scheduling on Model Runner V1, which takes least time, and five of
-them in the other two configurations. `make test-all` runs the rest, also on 0.31 and 0.32.
+`kvcore conformance --engine vllm:0.33-v2 --python ...` runs every case. Of the product of versions,
+configurations and groups of cases, `make test` runs a covering set: each version in each
+configuration, and each group on each version and in each configuration. All other tests of vLLM run
+0.32 with asynchronous scheduling, and test_vllm_faults.py runs it in the other two configurations.
+`make test-all` runs the rest of the product, also on 0.31.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from typing import Any
 import pytest
 
 from kvcore.testing.conformance import CASES, Kit, find_driver, run
+from support.pairs import covering
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
-FIRST = ("miss", "host-hit", "disk-hit-after-restart", "a-read-that-fails", "a-blend-that-fails")
-MORE = ("abort-while-loading", "preemption", "clear-forgets", "everything-recomputed")
-EVERY = FIRST + MORE
+GROUPS = {
+    "host": ("miss", "host-hit", "clear-forgets"),
+    "abort": ("abort-while-loading",),
+    "preemption": ("preemption",),
+    "restart": ("disk-hit-after-restart",),
+    "failed-read": ("a-read-that-fails",),
+    "blend": ("everything-recomputed",),
+    "failed-blend": ("a-blend-that-fails",),
+}
+"""Cases that differ between versions, by the engines that they start."""
 VERSIONS = ("0.30", "0.31", "0.32", "0.33")
-BETWEEN = ("0.31", "0.32")
+RUNS = ("sync", "async", "v2")
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venvs"
 
@@ -38,24 +47,40 @@ def interpreter(version: str) -> Path | None:
     return None if version == "0.32" else ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
 
 
+ELSEWHERE = [
+    *itertools.product(["0.32"], ["async"], GROUPS),
+    *itertools.product(["0.32"], RUNS, ["host", "abort", "failed-read", "blend"]),
+]
+"""What the other tests of vLLM run."""
+SLOW = 3.0
+"""Cost of a group in Triton's interpreter, as a multiple of its cost on Model Runner V1."""
+CHOSEN = covering(
+    itertools.product(("0.30", "0.33"), RUNS, GROUPS),
+    given=ELSEWHERE,
+    cost=lambda row: SLOW if row[1] == "v2" else 1.0,
+)
+
+
 def variants() -> Iterator[Any]:
-    """Yield a version, a configuration and the cases that run in it; several where they are cut."""
-    for version, runs in itertools.product(VERSIONS, ("sync", "", "v2")):
-        if (version, runs) == ("0.32", ""):  # all other tests of vLLM run that
+    """Yield a version, a configuration and its groups: those of `make test`, then the rest."""
+    for version, runs in itertools.product(VERSIONS, RUNS):
+        if (version, runs) == ("0.32", "async"):  # all other tests of vLLM run that
             continue
-        for name, cases in {"first": FIRST, "more": MORE}.items() if runs else [("all", EVERY)]:
-            alone = version in BETWEEN or name == "more"
-            marks = [pytest.mark.exhaustive] if alone else []
-            label = f"{version}-{runs or 'async'}-{name}"
-            yield pytest.param(version, runs, cases, id=label, marks=marks)
+        chosen = [group for group in GROUPS if (version, runs, group) in CHOSEN]
+        left = [group for group in GROUPS if group not in chosen]
+        if chosen:
+            yield pytest.param(version, runs, chosen, id=f"{version}-{runs}")
+        label = f"{version}-{runs}-{'rest' if chosen else 'all'}"
+        yield pytest.param(version, runs, left, id=label, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("version", "runs", "cases"), list(variants()))
-def test_cases_that_differ(version: str, runs: str, cases: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "runs", "groups"), list(variants()))
+def test_cases_that_differ(version: str, runs: str, groups: list[str], tmp_path: Path) -> None:
     python = interpreter(version)
     if python is not None and not python.exists():
         pytest.skip(f"there is no {python}: make env-compat makes it")
-    driver = find_driver("vllm:" + "-".join(filter(None, [version, runs])), python)
+    cases = [name for group in groups for name in GROUPS[group]]
+    driver = find_driver(f"vllm:{version}-{runs}".removesuffix("-async"), python)
     with Kit(driver, tmp_path) as kit:
         results = run(kit, [one for one in CASES if one.name in cases])
     for result in results:

@@ -1,12 +1,13 @@
-"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL BYTES``.
+"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise once.
-After each error kvcore is told to go on. Loads up to BYTES are part of a step. Prints, by the part
-that failed, why kvcore stopped, and whether the answer was right, as JSON.
+After each error kvcore is told to go on. Prints, by where the load was and by the part that failed,
+why kvcore stopped, and whether the answer was right, as JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,13 @@ SCHEDULER = (
 WORKER = ("begin", "_submit", "blend", "end_forward", "finished_loads", "take_report")
 
 
-def main(model: str, sync_load_max: str) -> None:
+TOKEN_NBYTES = 4 * 2 * 2 * 64 * 4  # layers, key and value, heads, head size, float32
+IN_STEP_TOKENS = 300
+TEXTS = {"in the step": (200, 280), "between steps": (340, 400)}
+"""Bounds of a text's tokens, by where its load is."""
+
+
+def main(model: str) -> None:
     own = ("start_method", "forked", "asynchronous")
     llm = LLM(
         model,
@@ -47,7 +54,7 @@ def main(model: str, sync_load_max: str) -> None:
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "host": {"capacity": "256MiB"},
-                "transfer": {"sync_load_max": sync_load_max},
+                "transfer": {"sync_load_max": IN_STEP_TOKENS * TOKEN_NBYTES},
             },
         },
     )
@@ -78,9 +85,9 @@ def main(model: str, sync_load_max: str) -> None:
         side.disabled = guard._rank.stopped = ""
 
     parts = [*((side, name) for name in SCHEDULER), *((guard._worker, name) for name in WORKER)]
-    texts = windows(Path(model), len(parts), 200, 400, seed=4)
-    found: dict[str, Any] = {}
-    for (owner, name), text in zip(parts, texts, strict=True):
+    found: dict[str, dict[str, Any]] = {where: {} for where in TEXTS}
+    for (owner, name), (where, bounds) in itertools.product(parts, TEXTS.items()):
+        [text] = windows(Path(model), 1, *bounds, seed=sum(map(len, found.values())))
         right = ask(text)
         for _ in range(20):  # the save ends
             core.step()
@@ -101,7 +108,7 @@ def main(model: str, sync_load_max: str) -> None:
         empty()
         after = ask(text)  # kvcore stands aside
         revive()
-        found[name] = {
+        found[where][name] = {
             "raised": bool(raised),
             "why": why,
             "same": got == right,

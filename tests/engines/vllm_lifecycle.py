@@ -1,15 +1,14 @@
-"""vLLM pauses and changes its weights, run as ``python vllm_lifecycle.py MODEL OTHER DISK``.
+"""vLLM pauses and changes its weights, run as ``python vllm_lifecycle.py MODEL OTHER DISK FAULTS``.
 
 One engine, with a disk tier in the folder DISK. OTHER is a model of the same shape with other
-weights. Prints what each part of the history found, as JSON. FAULTS, if set, is the folder of
-`kvcore.testing.faults.process`.
+weights. FAULTS is the folder of `kvcore.testing.faults.process`, on PYTHONPATH too. Prints what
+each part of the history found, as JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -110,27 +109,21 @@ async def hangs(history: History, texts: list[list[int]], faults: Path) -> dict[
     return {"first": first, "hung": hung, "waited": waited, "took": took}
 
 
-async def main(model: str, other: str, disk: str) -> None:
+async def main(model: str, other: str, disk: str, faults: str) -> None:
     driver = Driver()
-    faults = os.environ.get("FAULTS")
     kvcore: dict[str, Any] = {
-        "host": {"capacity": "256MiB"},
+        "host": {"capacity": "3MiB"},  # for one text, so that another one is read from the disk
         "disk": {"path": disk, "capacity": "256MiB"},
         "transfer": {"load_deadline_s": 1.0},
     }
-    if faults:
-        kvcore["host"]["capacity"] = "3MiB"  # so that it is read from the disk
     arguments = {**SMALL, "worker_extension_cls": "vllm_lifecycle.Loads"}
     await driver.start(model, kvcore, **{k: v for k, v in arguments.items() if k != "forked"})
     history = History(driver)
-    texts = windows(Path(model), 5, 300, 500, seed=8)
-    found: dict[str, Any]
-    if faults:
-        found = {"hangs": await hangs(history, texts, Path(faults))}
-    else:
-        found = {"pauses": await pauses(history, texts[0])}
-        found["reload_weights"] = await updates(history, texts[1], other, "reload_weights")
-        found["load_weights"] = await updates(history, texts[2], model, "load_weights")
+    texts = windows(Path(model), 8, 300, 500, seed=8)
+    found = {"pauses": await pauses(history, texts[0])}
+    found["reload_weights"] = await updates(history, texts[1], other, "reload_weights")
+    found["load_weights"] = await updates(history, texts[2], model, "load_weights")
+    found["hangs"] = await hangs(history, texts[3:], Path(faults))
     print(json.dumps(found), flush=True)
     await driver.shutdown()
 

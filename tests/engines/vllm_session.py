@@ -1,8 +1,9 @@
 """Two streaming sessions of vLLM, run as ``python vllm_session.py MODEL KVCORE PICTURE PICTURE``.
 
-Each session sends a text, and then a picture with another text. The sessions differ in the picture
-only. The second one loses its pages in the middle of its last answer. Prints its tokens, and the
-number of lookups that kvcore answered, as JSON.
+An engine without kvcore answers, and then one with it. Each session sends a text, and then a
+picture with another text. The sessions differ in the picture only. The second one loses its pages
+in the middle of its last answer. Prints its tokens, and the number of lookups that kvcore answered,
+as a line of JSON for each engine.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ async def session(driver: Driver, name: str, turns: list[Any], reset_after: int)
     return found
 
 
-async def main(model: Path, kvcore: dict[str, Any] | None, pictures: list[Path]) -> None:
+async def sessions(model: Path, kvcore: dict[str, Any] | None, pictures: list[Path]) -> None:
     driver = Driver()
     # The processor needs the tokenizer. With asynchronous scheduling and any connector, vLLM frees
     # pages late, and refuses to reset the cache of running requests.
@@ -76,6 +77,11 @@ async def main(model: Path, kvcore: dict[str, Any] | None, pictures: list[Path])
     hits = sum(value for name, value in samples.items() if name.startswith("kvcore_hits_total"))
     print(json.dumps({"tokens": found, "hits": hits}), flush=True)
     await driver.shutdown()
+
+
+async def main(model: Path, kvcore: dict[str, Any], pictures: list[Path]) -> None:
+    for given in (None, kvcore):
+        await sessions(model, given, pictures)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,15 +36,20 @@ STORE_THREADS = 4
 
 
 class Cell(NamedTuple):
-    """Faults that are injected together. ``by`` names the requests that lead to their seams."""
+    """Faults that are injected together.
+
+    ``by`` names the requests that lead to their seams. ``family`` is what the faults of a merged
+    cell have in common (`together`), and empty for others.
+    """
 
     rules: tuple[Rule, ...]
     by: str = "asking"
+    family: str = ""
 
     @property
-    def hangs(self) -> bool:
-        """True if a call at one of the seams hangs until the rules change."""
-        return any(rule.fault is Fault.HANG and rule.seconds == FOR_EVER for rule in self.rules)
+    def hangs(self) -> int:
+        """Number of calls at the seams that hang until the rules change."""
+        return sum(_lasts(rule) for rule in self.rules)
 
     @property
     def spoils(self) -> bool:
@@ -60,8 +66,13 @@ class Cell(NamedTuple):
 def cell_id(cell: Cell) -> str:
     """Return the pytest id of a cell."""
     rule = cell.rules[0]
-    alone = len(cell.rules) == 1 or cell.by != "asking"
-    return f"{rule.seam.value}-{rule.fault.value}" if alone else f"every-{rule.fault.value}"
+    if cell.family:
+        what = f"every-{cell.family}"
+    elif len(cell.rules) == 1 or cell.by != "asking":
+        what = f"{rule.seam.value}-{rule.fault.value}"
+    else:
+        what = f"every-{rule.fault.value}"
+    return f"{cell.by}-{what}"
 
 
 def _one(seam: Seam, *faults: Fault) -> list[Cell]:
@@ -81,6 +92,10 @@ def _rule(seam: Seam, fault: Fault) -> Rule:
     return Rule(fault, seam, rate=0.5, seconds=seconds)
 
 
+def _lasts(rule: Rule) -> bool:
+    return rule.fault is Fault.HANG and rule.seconds == FOR_EVER
+
+
 def _every(fault: Fault, *seams: Seam) -> Cell:
     assert all(fault in FITS[seam] for seam in seams)
     return Cell(tuple(_rule(seam, fault) for seam in seams))
@@ -89,7 +104,7 @@ def _every(fault: Fault, *seams: Seam) -> Cell:
 _COPIES = (Seam.LOAD, Seam.SAVE, Seam.DEVICE)
 _TIER = (Seam.TIER_READ, Seam.TIER_WRITE)
 _FILES = (Seam.FILE_READ, Seam.FILE_WRITE, Seam.RECORD, Seam.SYNC)
-_READS = {Seam.LOAD, Seam.FILE_READ, Seam.TIER_READ, Seam.STORE_GET}
+_READS = {Seam.LOAD, Seam.FILE_READ, Seam.TIER_READ, Seam.STORE_GET, Seam.STORE_EXISTS}
 _SLOW_READ = Rule(Fault.LATENCY, Seam.TIER_READ, seconds=0.3)
 
 DISK = [
@@ -140,20 +155,62 @@ BLENDS = [
 """
 
 
-def together(cells: Sequence[Cell]) -> list[Cell]:
-    """Merge cells by fault: one cell strikes at all seams of a direction that have the fault.
+_KINDS = {
+    Fault.LATENCY: "late",
+    Fault.REORDER: "late",
+    Fault.CLOCK_JUMP: "late",
+    Fault.HANG: "late",
+    Fault.ERROR: "failed",
+    Fault.FULL: "failed",
+    Fault.LOST: "failed",
+    Fault.BIT_FLIP: "spoilt",
+    Fault.SHORT_READ: "spoilt",
+    Fault.TORN_WRITE: "spoilt",
+}
+_OFTEN, _SELDOM = 0.5, 0.25
+"""Most often that a rule of a merged cell strikes: at messages, and at seams that many points pass.
+The points that are left are for the other rules, some of which are at the same seam or behind it.
+"""
 
-    A run of a merged cell ends when each of its rules has struck. Reads and writes are apart,
-    because nothing reads what no write has stored. Cells stay as they are if a call hangs in them
-    for ever, since it may keep the other seams from being reached, and if they have several rules.
+
+def together(cells: Sequence[Cell]) -> list[Cell]:
+    """Merge cells by what their faults do to the requests that lead to their seams.
+
+    late        calls take longer, or end in another order; nothing is lost
+    failed      calls fail and say so, or do nothing
+    spoilt      other bytes are read, or written
+    hanging     calls never return
+
+    A run of a merged cell ends when each of its rules has struck. Calls hang together, or in turn
+    if one hides another. What fails, spoils or hangs in reads is apart from what does so in writes,
+    because nothing reads what no write has stored. Cells of requests that are aborted or cleared
+    become one for each.
     """
-    merged: dict[tuple[object, ...], list[Rule]] = {}
+    merged: dict[tuple[str, str], list[Rule]] = {}
     for cell in cells:
-        rule = cell.rules[0]
-        alone = cell.hangs or len(cell.rules) > 1
-        same = (cell.by, *cell.rules) if alone else (cell.by, rule.fault, rule.seam in _READS)
-        merged.setdefault(same, []).extend(cell.rules)
-    return [Cell(tuple(rules), str(by)) for (by, *_), rules in merged.items()]
+        merged.setdefault((cell.by, _family(cell)), []).extend(cell.rules)
+    return [
+        Cell(tuple(dict.fromkeys(_with_room(rule, family) for rule in rules)), by, family)
+        for (by, family), rules in merged.items()
+    ]
+
+
+def _family(cell: Cell) -> str:
+    if cell.by in ("aborting", "clearing"):
+        return "message"
+    rule = cell.rules[0]
+    kind = "hanging" if _lasts(rule) else _KINDS[rule.fault]
+    if kind == "late":
+        return kind
+    reads = cell.by == "blending" or rule.seam in _READS
+    return f"{kind}-{'read' if reads else 'write'}"
+
+
+def _with_room(rule: Rule, family: str) -> Rule:
+    """Return the rule with a rate that lets others strike too. One with a limit keeps its own."""
+    if rule.limit is not None or rule == _SLOW_READ:
+        return rule
+    return replace(rule, rate=min(rule.rate, _OFTEN if family == "message" else _SELDOM))
 
 
 def settings(below: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -218,9 +275,9 @@ class Bench:
         if cell.by == "blending":
             answers(self.process, self._chunks, batch=4, **self._options)
             self._rest()
-        before, rotten = self.control.state(), self._rotten
-        with self.control.inject(*cell.rules):
-            self._until_struck(cell, before, lambda: come(cell))
+        rotten = self._rotten
+        strike = self._until_hung if cell.hangs else self._until_struck
+        strike(cell, lambda: come(cell))
         self.heal()
         assert not cell.spoils or self._rotten > rotten, "corrupt blocks were not noticed"
         self._compare(self._rest())
@@ -255,19 +312,39 @@ class Bench:
 
         return self.control.rest(nudge)
 
-    def _until_struck(self, cell: Cell, before: State, come: Callable[[], object]) -> None:
-        """Call ``come()`` until each of the cell's rules has struck since ``before``."""
-        missing = list(cell.rules)
+    def _until_struck(self, cell: Cell, come: Callable[[], object]) -> None:
+        """Inject the cell's faults, and call ``come()`` until each of its rules has struck."""
+        before, missing = self.control.state(), cell.rules
+        with self.control.inject(*cell.rules):
+            for _ in range(ROUNDS):
+                come()
+                missing = _silent(cell.rules, before, self.control.state())
+                if not missing:
+                    return
+        raise AssertionError(f"these rules never struck: {missing}")
+
+    def _until_hung(self, cell: Cell, come: Callable[[], object]) -> None:
+        """Call ``come()`` until each of the cell's calls has hung, and while it hangs.
+
+        A call that hangs can keep the engine from the seams behind it. Calls that were seen to hang
+        are therefore released, and the others have their turn.
+        """
+        missing = cell.rules
         for _ in range(ROUNDS):
-            come()
-            state = self.control.state()
-            missing = [rule for rule in missing if state.strikes(rule) == before.strikes(rule)]
+            before = self.control.state()
+            with self.control.inject(*missing):
+                come()
+                left = _silent(missing, before, self.control.state())
+                hung = len(missing) - len(left)
+                if hung:
+                    come()
+                    hanging = self.control.state().hanging
+                    assert hanging >= hung, "the engine waited for a call that hangs"
+            self._rest()
+            missing = left
             if not missing:
-                break
-        assert not missing, f"these rules never struck: {missing}; strikes: {state.struck}"
-        if cell.hangs:
-            come()
-            assert self.control.state().hanging, "the engine waited for a call that hangs"
+                return
+        raise AssertionError(f"these calls never hung: {missing}")
 
     def _compare(self, state: State) -> None:
         """Assert that no more files and threads are open than when the engine was new."""
@@ -340,6 +417,11 @@ class Bench:
         options = {**self._options, "fusion": ALL}
         got = answers(self.process, self._blends, batch=len(self._blends), **options)
         assert_same_answers(got, self._right(self._blends))
+
+
+def _silent(rules: Sequence[Rule], before: State, now: State) -> tuple[Rule, ...]:
+    """Return the rules that have not struck since ``before``."""
+    return tuple(rule for rule in rules if now.strikes(rule) == before.strikes(rule))
 
 
 def _documents(model: Path) -> list[list[int]]:

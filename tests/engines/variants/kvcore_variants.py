@@ -1,23 +1,26 @@
 """A vLLM on a CPU that does what vLLM does for other models or on other devices only.
 
-Put this folder on PYTHONPATH and kvcore imports it before the engine has pages. ``VARIANT`` names
-what is wanted:
+Put this folder on PYTHONPATH, and another one with a file ``kvcore_wanted.py``. kvcore imports it
+before the engine has pages. ``VARIANT`` in that file names what is wanted:
 
-    fewer    the scheduler takes whole scheduler blocks of what kvcore offers, as with a replayed
-             window (``Scheduler.prefix_replay_tokens``)
-    half     the scheduler takes half of what kvcore offers
-    none     the scheduler takes nothing of what kvcore offers, as for prompt logprobs
+    taken    the scheduler takes of what kvcore offers what the first word of a request's salt says:
+             fewer   whole scheduler blocks, as with a replayed window
+                     (``Scheduler.prefix_replay_tokens``)
+             half    half of it
+             none    nothing, as for prompt logprobs
     kernel   the attention backend takes pages of 32 tokens, as FlashInfer's and FlashMLA's do
 
-``SEEN`` names a file to which a hook around attention writes the pages of each prefill.
+``SEEN`` names a file to which a hook around attention writes the pages of each prefill, or "".
+They are not environment variables, because engines with equal ones can be forks of one process.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import kvcore_wanted
 
 from kvcore.plugins import AttentionPlugin, hookimpl
 
@@ -32,14 +35,15 @@ TAKEN: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def _take(taken: Callable[[int, int], int]) -> None:
+def _take() -> None:
     from kvcore_vllm.connector import KVCoreConnector
 
     ask = KVCoreConnector.get_num_new_matched_tokens
 
     def asked(self: Any, request: Any, computed: int) -> tuple[int | None, bool]:
         offered, waits = ask(self, request, computed)
-        if not offered:
+        taken = TAKEN.get((request.cache_salt or "").partition(" ")[0])
+        if not offered or taken is None:
             return offered, waits
         count = taken(offered, self._vllm_config.cache_config.block_size)
         return count, waits and count > 0
@@ -56,7 +60,7 @@ def _split_pages() -> None:
 
 @hookimpl
 def kvcore_attention() -> list[AttentionPlugin]:
-    return [AttentionPlugin("pages", _seeing)] if "SEEN" in os.environ else []
+    return [AttentionPlugin("pages", _seeing)] if kvcore_wanted.SEEN else []
 
 
 def _seeing(shape: BlockShape, rank: int) -> AttentionHook:
@@ -71,14 +75,13 @@ def _seeing(shape: BlockShape, rank: int) -> AttentionHook:
             rows = len(batch.positions)
             if call.layer == 0 and rows > 1:
                 pages = batch.pages[0][: -(-rows // batch.page_tokens)].tolist()
-                with Path(os.environ["SEEN"]).open("a") as file:
+                with Path(kvcore_wanted.SEEN).open("a") as file:
                     file.write(f"{[batch.page_tokens, *pages]}\n")
 
     return Seeing()
 
 
-wanted = os.environ.get("VARIANT", "")
-if wanted in TAKEN:
-    _take(TAKEN[wanted])
-elif wanted == "kernel":
+if kvcore_wanted.VARIANT == "taken":
+    _take()
+else:
     _split_pages()

@@ -1,14 +1,15 @@
 """A third party's hooks around attention, as a plugin of its own.
 
-Put this folder on PYTHONPATH and kvcore finds it by its entry point. ``WATCHING`` names the hooks
-wanted, with commas between them: ``answer`` computes whole prefills itself, ``silence`` spoils the
-last layer's output of decodes, ``fail`` raises at its 10th call.
+Put this folder on PYTHONPATH and kvcore finds it by its entry point. ``HOOKS`` in a file
+``kvcore_wanted.py`` in another folder there names the hooks: ``answer`` computes whole prefills
+itself, ``silence`` spoils the last layer's output of decodes, ``fail`` raises at its 10th call.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+import kvcore_wanted
 
 from kvcore.plugins import AttentionPlugin, hookimpl
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvcore_attention() -> list[AttentionPlugin]:
-    wanted = filter(None, os.environ.get("WATCHING", "").split(","))
-    return [AttentionPlugin(name, _maker(name)) for name in wanted]
+    return [AttentionPlugin(name, _maker(name)) for name in kvcore_wanted.HOOKS]
 
 
 def _maker(name: str) -> Any:
