@@ -395,7 +395,7 @@ def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
     """Two ranks save and load their own heads, two stages their own layers, of which one has two
     and the other one. Each engine reads from disk what those before it wrote."""
     tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
-    prompts = windows(tiny, 15, 100, 600, seed=4)
+    prompts = windows(tiny, 9, 100, 600, seed=4)
     kvcore = {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
@@ -408,10 +408,11 @@ def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
         at_two = answers(process, prompts)
     before = 0
     for size, upto, right in (
-        (ranks, 5, at_two),
-        ({}, 10, at_one),
-        (stages, 15, at_one),
-        (ranks, 15, at_two),
+        (ranks, 3, at_two),
+        ({}, 6, at_one),
+        (stages, 9, at_one),
+        (ranks, 9, at_two),
+        ({}, 9, at_one),
     ):
         with engine(tiny, kvcore, TP2, **size) as process:
             found = answers(process, prompts[:before], batch=2)
