@@ -8,8 +8,9 @@
 On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
-driver, architecture, environment (except PYTHONPATH), folder and set of cores. At most `KEPT`
-mothers are kept.
+driver, architecture, environment (except PYTHONPATH), folder and set of cores. The architecture
+does not matter if the caller says that the driver preloads the same for all. At most `KEPT` mothers
+are kept.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
 ``run(descriptor)``. Forks are for CPUs only, because a GPU's state does not survive a fork.
@@ -91,6 +92,7 @@ def fork(
     module: str,
     model: str | Path,
     *,
+    any_model: bool,
     python: str,
     env: Mapping[str, str],
     path: str,
@@ -99,6 +101,8 @@ def fork(
     timeout_s: float,
 ) -> Child:
     """Fork a child that calls ``run`` of ``module`` with its end of a connection.
+
+    ``any_model`` says that the driver preloads the same for every model.
 
     ``path`` has folders from which the child imports first, as in PYTHONPATH. What the mother has
     imported it does not import again. If no mother has imported the module, start one and block
@@ -112,7 +116,8 @@ def fork(
         given.setdefault("HF_HUB_OFFLINE", "1")  # drivers set it too, before they import
     cores = tuple(sorted(os.sched_getaffinity(0)))
     environment = tuple(sorted(each for each in given.items() if each[0] not in _NOT_COMPARED))
-    key = (python, module, architecture(model), environment, os.getcwd(), cores)
+    kind = "" if any_model else architecture(model)
+    key = (python, module, kind, environment, os.getcwd(), cores)
     with _lock:
         mother = _mothers.pop(key, None)
         if mother is None or not mother.lives:

@@ -43,7 +43,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
@@ -118,8 +118,9 @@ class EngineProcess:
         within: command that runs the child's command line, for example on another host
             (`kvcore_devtools.hosts.Host.command`). It must exec the child, and keep its open files.
         forked: True to let the child be a fork of a process that has imported the engine
-            (`kvcore.harness.engine_forks`), for tests that start many engines on a CPU. Ignored if
-            there is a GPU, and with ``within``.
+            for models of the same architecture (`kvcore.harness.engine_forks`), for tests that
+            start many engines on a CPU. "any model" if what the driver preloads does not depend on
+            the model. Ignored if there is a GPU, and with ``within``.
         engine_args: the engine's own arguments, by their names in its Python API.
 
     The constructor starts the child and returns at once. With ``forked``, it returns when the
@@ -136,7 +137,7 @@ class EngineProcess:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
-        forked: bool = False,
+        forked: bool | Literal["any model"] = False,
         **engine_args: Any,
     ) -> None:
         self._own_log = log is None
@@ -157,6 +158,7 @@ class EngineProcess:
                     self._process = engine_forks.fork(
                         module,
                         model,
+                        any_model=forked == "any model",
                         python=command[0],
                         env=_environment(engine, given),
                         path=path,

@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,8 +76,13 @@ def test_prompts_have_different_answers(reference: Ask, documents: list[list[int
 
 
 @pytest.mark.parametrize(
-    ("block", "page", "arrangement"),
-    [(16, 128, "blockwise"), (128, 32, "layerwise"), (64, 128, "blockwise")],
+    ("count", "block", "page", "arrangement"),
+    [
+        (12, 16, 128, "blockwise"),
+        pytest.param(48, 16, 128, "blockwise", marks=pytest.mark.exhaustive),
+        pytest.param(12, 128, 32, "layerwise", marks=pytest.mark.exhaustive),
+        pytest.param(12, 64, 128, "blockwise", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_host_disk_and_restart(
     reference: Ask,
@@ -84,17 +90,22 @@ def test_host_disk_and_restart(
     documents: list[list[int]],
     partial: list[list[int]],
     tmp_path: Path,
+    count: int,
     block: int,
     page: int,
     arrangement: str,
 ) -> None:
+    """And, where blocks are small, all that an engine can be asked between two starts.
+
+    Two tests below have larger blocks, of several pages and of half a page.
+    """
     kvcore = {
         "block": {"tokens": block},
         "host": {"capacity": "1GiB", "arrangement": arrangement},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "4GiB"},
     }
-    asked = documents if block == 16 else documents[:12]
-    branches = partial if block == 16 else partial[:12]
+    asked, branches = documents[:count], partial[:count]
+    alone, shared, *rotting = windows(model, 6, 900, 900, seed=31)
 
     def reused(document: Sequence[int]) -> int:
         whole = len(document) // block * block
@@ -117,8 +128,10 @@ def test_host_disk_and_restart(
             _turns(process, reference, asked[:6])
             _tenants(process, reference, asked[0])
             _aborts(process, reference, model)
+            answers(process, [alone, shared], cache_salt="at once")
+            answers(process, rotting, cache_salt="rot", batch=4)
             assert counted(process, "kvcore_failures_total") == 0
-            assert counted(process, "kvcore_hits_total") > 80
+            assert counted(process, "kvcore_hits_total") > 1.5 * len(asked)
             saved = "kvcore_expected_ttft_seconds_total"
             assert counted(process, saved, way="recompute") > 0, "it is counted by default"
     with engine(model, kvcore, block_size=page) as process:
@@ -131,33 +144,9 @@ def test_host_disk_and_restart(
         assert all("host" in answer.tiers for answer in again if answer.reused_tokens), (
             "what came from disk was not kept in host memory"
         )
-
-
-def test_what_several_want_at_once_is_read_from_disk_once(
-    reference: Ask, model: Path, tmp_path: Path
-) -> None:
-    kvcore = {
-        "host": {"capacity": "256MiB"},
-        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
-    }
-    alone, shared = windows(model, 2, 900, 900, seed=31)
-    with engine(model, kvcore) as process:
-        answers(process, [alone, shared])
-        settle_and_empty(process)
-
-    def read(process: EngineProcess, asked: list[list[int]]) -> float:
-        """Bytes that come from disk when these are asked for together."""
-        before = counted(process, "kvcore_transfer_bytes_total", path="disk2h")
-        got = answers(process, asked, batch=len(asked))
-        assert_same_answers(got, reference(asked))
-        assert all(answer.cached_tokens > 800 for answer in got)
-        settle_and_empty(process)
-        return counted(process, "kvcore_transfer_bytes_total", path="disk2h") - before
-
-    with engine(model, kvcore) as process:
-        once = read(process, [alone])
-        assert once > 0
-        assert read(process, [shared] * 4) == once
+        if block == 16:
+            _several_at_once(process, reference, alone, shared)
+            _rots(process, reference, rotting, tmp_path / "kv")
 
 
 def _turns(process: EngineProcess, reference: Ask, asked: Sequence[list[int]]) -> None:
@@ -187,7 +176,7 @@ def _tenants(process: EngineProcess, reference: Ask, document: list[int]) -> Non
 
 def _aborts(process: EngineProcess, reference: Ask, model: Path) -> None:
     """Requests aborted before, while and after they load and save; then the same asked again."""
-    prompts = windows(model, 10, 500, 900, seed=9)
+    prompts = windows(model, 6, 500, 900, seed=9)
     for after in (0, 1, 3):
         futures = [process.submit(p, 64, abort_after=after) for p in prompts]
         for future in futures:
@@ -197,34 +186,47 @@ def _aborts(process: EngineProcess, reference: Ask, model: Path) -> None:
     assert_same_answers(got, reference(prompts))
 
 
-def test_a_rotten_disk_costs_time_not_correctness(
-    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
+def _several_at_once(
+    process: EngineProcess, reference: Ask, alone: list[int], shared: list[int]
 ) -> None:
-    kvcore = {
-        "host": {"capacity": "256MiB"},
-        "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
-    }
-    asked = documents[:16]
-    with engine(model, kvcore) as process:
-        answers(process, asked)
-    [data] = (tmp_path / "kv").rglob("shard-0.data")
-    picks = random.Random(5)
-    with data.open("r+b") as file:
-        used = sum(len(d) // 16 for d in asked) * BLOCK_NBYTES
-        for _ in range(60):
-            file.seek(picks.randrange(used))
-            file.write(b"\xa5" * 64)
-    with engine(model, kvcore) as process:
-        got = answers(process, asked, batch=4)
+    """What several want at once is read from disk once."""
+
+    def read(asked: list[list[int]]) -> float:
+        """Bytes that come from disk when these are asked for together."""
+        before = counted(process, "kvcore_transfer_bytes_total", path="disk2h")
+        got = answers(process, asked, batch=len(asked), cache_salt="at once")
         assert_same_answers(got, reference(asked))
-        assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
+        assert all(answer.cached_tokens > 800 for answer in got)
         settle_and_empty(process)
-        healed = answers(process, asked)
-        assert_same_answers(healed, reference(asked))
-        assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+        return counted(process, "kvcore_transfer_bytes_total", path="disk2h") - before
+
+    once = read([alone])
+    assert once > 0
+    assert read([shared] * 4) == once
 
 
-@pytest.mark.parametrize("nixl", [True, False])
+def _rots(process: EngineProcess, reference: Ask, asked: list[list[int]], folder: Path) -> None:
+    """Blocks that rot on the disk cost time, not correctness, and are written anew."""
+    _rot(folder, counted(process, "kvcore_tier_used_bytes", tier="disk"))
+    got = answers(process, asked, batch=4, cache_salt="rot")
+    assert_same_answers(got, reference(asked))
+    assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
+    settle_and_empty(process)
+    healed = answers(process, asked, cache_salt="rot")
+    assert_same_answers(healed, reference(asked))
+    assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
+
+
+def _rot(folder: Path, used: float) -> None:
+    """Change bytes in one block of eleven, at least one of every document."""
+    [data] = folder.rglob("shard-0.data")
+    with data.open("r+b") as file:
+        for start in range(0, int(used), 11 * BLOCK_NBYTES):
+            file.seek(start + 64)
+            file.write(b"\xa5" * 64)
+
+
+@pytest.mark.parametrize("nixl", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_straight_from_disk_to_the_pages(
     reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path, nixl: bool
 ) -> None:
@@ -235,9 +237,9 @@ def test_straight_from_disk_to_the_pages(
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB", "to_device": "on"},
     }
     env = {} if nixl else _without_nixl(tmp_path)
-    asked = documents[:16]
+    asked, rotting = documents[:8], documents[8:16]
     with engine(model, kvcore) as process:
-        answers(process, asked)
+        answers(process, [*asked, *rotting])
     with engine(model, kvcore, env) as process:
         got = answers(process, asked, batch=4)
         assert_same_answers(got, reference(asked))
@@ -248,19 +250,14 @@ def test_straight_from_disk_to_the_pages(
         bounced = counted(process, "kvcore_bounced_blocks_total", tier="disk")
         assert bounced == (0 if nixl else straight / BLOCK_NBYTES)
         assert counted(process, "kvcore_failures_total") == 0
-    [data] = (tmp_path / "kv").rglob("shard-0.data")
-    with data.open("r+b") as file:
-        for block in range(0, 60, 7):
-            file.seek(block * BLOCK_NBYTES + 64)
-            file.write(b"\xa5" * 64)
-    with engine(model, kvcore, env) as process:
-        got = answers(process, asked, batch=4)
-        assert_same_answers(got, reference(asked))
+        _rot(tmp_path / "kv", counted(process, "kvcore_tier_used_bytes", tier="disk"))
+        got = answers(process, rotting, batch=4)
+        assert_same_answers(got, reference(rotting))
         assert counted(process, "kvcore_corrupt_blocks_total", tier="disk") > 0
-        assert counted(process, moved, path="disk2d") > 0
+        assert counted(process, moved, path="disk2d") > straight
         settle_and_empty(process)
-        healed = answers(process, asked)
-        assert_same_answers(healed, reference(asked))
+        healed = answers(process, rotting)
+        assert_same_answers(healed, reference(rotting))
         assert sum(h.reused_tokens for h in healed) > sum(g.reused_tokens for g in got)
 
 
@@ -276,31 +273,50 @@ def test_a_killed_engine_leaves_only_whole_blocks(
     reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
     kvcore = {
+        "block": {"tokens": 64},
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "2GiB"},
     }
     asked = documents[16:28]
-    process = EngineProcess(model, kvcore=kvcore, **SMALL)
+    process = EngineProcess(model, kvcore=kvcore, block_size=32, **SMALL)
     assert_same_answers(answers(process, asked[:6]), reference(asked[:6]))
     settle_and_empty(process)
     for document in asked[6:]:
         process.submit(document, 64)
     time.sleep(0.7)
     process.kill()
-    with engine(model, kvcore) as restarted:
+    with engine(model, kvcore, block_size=32) as restarted:
         got = answers(restarted, asked)
         assert_same_answers(got, reference(asked))
         assert sum(g.tiers.get("disk", 0) for g in got[:5]) > 0
 
 
-@pytest.mark.parametrize("write", ["write_through", "write_back", "selective"])
+@pytest.mark.parametrize(
+    ("count", "write", "block", "arrangement"),
+    [
+        (12, "write_back", 64, "layerwise"),
+        pytest.param(20, "write_through", 32, "blockwise", marks=pytest.mark.exhaustive),
+        pytest.param(20, "write_back", 32, "blockwise", marks=pytest.mark.exhaustive),
+        pytest.param(20, "selective", 32, "blockwise", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_eviction_preemption_and_chunked_prefill(
-    reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path, write: str
+    reference: Ask,
+    model: Path,
+    documents: list[list[int]],
+    tmp_path: Path,
+    count: int,
+    write: str,
+    block: int,
+    arrangement: str,
 ) -> None:
-    """Tiers and device memory far too small for the work, many requests at once."""
+    """Tiers and device memory far too small for the work, many requests at once.
+
+    test_reference_engine.py has every policy.
+    """
     kvcore = {
-        "block": {"tokens": 32},
-        "host": {"capacity": "16MiB"},
+        "block": {"tokens": block},
+        "host": {"capacity": "16MiB", "arrangement": arrangement},
         "disk": {
             "path": str(tmp_path / "kv"),
             "capacity": "60MiB",
@@ -309,7 +325,7 @@ def test_eviction_preemption_and_chunked_prefill(
         },
         "vllm": {"layerwise": write != "selective"},
     }
-    asked = documents[:20]
+    asked = documents[:count]
     with engine(
         model, kvcore, num_gpu_blocks_override=20, max_num_batched_tokens=256, block_size=128
     ) as process:
@@ -332,6 +348,7 @@ def test_eviction_preemption_and_chunked_prefill(
     assert used <= 60 << 20, "the disk tier is larger than its capacity"
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_cannot_be_used_is_left_out(
     reference: Ask, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -352,7 +369,7 @@ def test_a_disk_that_cannot_be_used_is_left_out(
 def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
     """SmolLM2: text that can be read, 30 layers, three heads."""
     real = smollm2()
-    prompts = windows(real, 6, 100, 320, seed=2)
+    prompts = windows(real, 4, 100, 250, seed=2)
     kvcore = {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
@@ -374,71 +391,55 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_machine
-def test_tensor_parallel_blocks_are_read_at_another_size(tmp_path: Path) -> None:
-    """TP=2 saves and loads its own heads; TP=1 then reads what TP=2 wrote, from disk."""
+def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
+    """Two ranks save and load their own heads, two stages their own layers, of which one has two
+    and the other one. Each engine reads from disk what those before it wrote."""
     tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
-    prompts = windows(tiny, 14, 100, 600, seed=4)
+    prompts = windows(tiny, 9, 100, 600, seed=4)
     kvcore = {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
     }
-    two = {"tensor_parallel_size": 2, "env": TP2}
-    with engine(tiny, None, enable_prefix_caching=False, **two) as process:
-        at_two = answers(process, prompts)
-    with engine(tiny, None, enable_prefix_caching=False) as process:
+    ranks: dict[str, Any] = {"tensor_parallel_size": 2}
+    stages: dict[str, Any] = {"pipeline_parallel_size": 2, **STAGED}
+    with engine(tiny, None, TP2, enable_prefix_caching=False) as process:
         at_one = answers(process, prompts)
-    with engine(tiny, kvcore, **two) as process:
-        assert_same_answers(answers(process, prompts), at_two)
-        settle_and_empty(process)
-        warm = answers(process, prompts, batch=4)
-        assert_same_answers(warm, at_two)
-        assert all(
-            w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, prompts, strict=True)
-        )
-    with engine(tiny, kvcore) as process:
-        got = answers(process, prompts)
-        assert_same_answers(got, at_one)
-        assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
-    with engine(tiny, kvcore, **two) as process:
-        back = answers(process, prompts, batch=2)
-        assert_same_answers(back, at_two)
-        assert all("disk" in answer.tiers for answer in back)
+    with engine(tiny, None, TP2, enable_prefix_caching=False, **ranks) as process:
+        at_two = answers(process, prompts)
+    before = 0
+    for size, upto, right in (
+        (ranks, 3, at_two),
+        ({}, 6, at_one),
+        (stages, 9, at_one),
+        (ranks, 9, at_two),
+        ({}, 9, at_one),
+    ):
+        with engine(tiny, kvcore, TP2, **size) as process:
+            found = answers(process, prompts[:before], batch=2)
+            assert_same_answers(found, right[:before])
+            assert_all_whole("disk", found, prompts)
+            cold = answers(process, prompts[before:upto])
+            assert_same_answers(cold, right[before:upto])
+            assert not any(answer.reused_tokens for answer in cold)
+            settle_and_empty(process)
+            warm = answers(process, prompts[before:upto], batch=4)
+            assert_same_answers(warm, right[before:upto])
+            assert_all_whole("host", warm, prompts[before:])
+        before = upto
 
 
-@pytest.mark.whole_machine
-def test_pipeline_stages_and_one_rank_read_each_other(tmp_path: Path) -> None:
-    """PP=2, with two layers and one, saves and loads its own layers; PP=1 reads them, and back."""
-    tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
-    prompts = windows(tiny, 12, 100, 600, seed=5)
-    first, second = prompts[:6], prompts[6:]
-    kvcore = {
-        "host": {"capacity": "256MiB"},
-        "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
-    }
-    two = {"pipeline_parallel_size": 2, "env": TP2, **STAGED}
-    with engine(tiny, None, enable_prefix_caching=False) as process:
-        expected = answers(process, prompts)
-    with engine(tiny, kvcore, **two) as process:
-        assert_same_answers(answers(process, first), expected[:6])
-        settle_and_empty(process)
-        warm = answers(process, first, batch=3)
-        assert_same_answers(warm, expected[:6])
-        assert all(w.tiers.get("host", 0) >= len(p) - 16 for w, p in zip(warm, first, strict=True))
-    with engine(tiny, kvcore) as process:
-        got = answers(process, prompts)
-        assert_same_answers(got, expected)
-        assert all("disk" in answer.tiers for answer in got[:6])
-        settle_and_empty(process)
-    with engine(tiny, kvcore, **two) as process:
-        back = answers(process, second, batch=2)
-        assert_same_answers(back, expected[6:])
-        assert all("disk" in answer.tiers for answer in back)
+def assert_all_whole(
+    tier: str, got: Sequence[Generation], prompts: Sequence[Sequence[int]]
+) -> None:
+    """Assert that the tier had every whole block of these prompts."""
+    for answer, prompt in zip(got, prompts, strict=False):
+        assert answer.tiers.get(tier, 0) >= len(prompt) - 16, answer.kvcore
 
 
 def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
     """Two cache groups: pages out of the window are dropped by the engine, and not missed."""
     tiny = tiny_model("gemma3")
-    prompts = windows(tiny, 12, 200, 900, seed=6)
+    prompts = windows(tiny, 8, 200, 900, seed=6)
     kvcore = {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},

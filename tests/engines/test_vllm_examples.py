@@ -12,7 +12,7 @@ import pytest
 
 from kvcore.harness.models import smollm2
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.exhaustive]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

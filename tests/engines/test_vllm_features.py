@@ -6,9 +6,11 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image
 
 from kvcore.harness.compare import (
     ANSWER,
+    SETTLE_S,
     SPACE,
     Reference,
     answers,
@@ -26,12 +29,12 @@ from kvcore.harness.compare import (
     settle_and_empty,
 )
 from kvcore.harness.compare import small_engine as engine
-from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_lora, tiny_model, tiny_vision_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
-from kvcore.testing.faults.process import write_injector
+from kvcore.testing.faults.process import FaultControl, write_injector
 from kvcore_devtools.servers import free_port
 from support.front_door import metric, post, served
 
@@ -51,7 +54,7 @@ LOOKUP = {
 
 @pytest.fixture(scope="module")
 def documents(model: Path) -> list[list[int]]:
-    return windows(model, 16, 300, 900, seed=21)
+    return windows(model, 10, 300, 900, seed=21)
 
 
 @pytest.fixture(scope="module")
@@ -63,37 +66,89 @@ def reference(model: Path) -> Iterator[Reference]:
 # -- loads that are slow, fail or never end -------------------------------------------------------
 
 
-def faulty(folder: Path, *rules: Rule) -> dict[str, Any]:
-    """Host memory for a few prompts only; the rest lies in a tier that misbehaves."""
-    write_rules(folder / "rules", *rules)
-    options = {"rules": str(folder / "rules")}
-    return {
+class Shelf(NamedTuple):
+    """An engine with host memory for a few prompts only. The rest lies in a tier that misbehaves as
+    it is told. Each test has a salt of its own."""
+
+    process: EngineProcess
+    rules: Path
+
+    def ask(
+        self, documents: Sequence[Sequence[int]], salt: str, batch: int = 1
+    ) -> list[Generation]:
+        return answers(self.process, documents, batch=batch, cache_salt=salt)
+
+    @contextmanager
+    def broken(self, *rules: Rule) -> Iterator[None]:
+        """The tier has these faults in the block."""
+        write_rules(self.rules, *rules)
+        try:
+            yield
+        finally:
+            write_rules(self.rules)
+
+    def failures(self) -> float:
+        return counted(self.process, "kvcore_failures_total")
+
+    def hits(self) -> float:
+        """Tokens that lookups found in the tier."""
+        return counted(self.process, "kvcore_lookup_tokens_total", result="hit", tier="shelf")
+
+    def comes_back(self, documents: Sequence[Sequence[int]], salt: str) -> None:
+        """Ask until the tier serves again. AssertionError if it never does."""
+        limit = time.monotonic() + SETTLE_S
+        while not any("shelf" in answer.tiers for answer in self.ask(documents, salt)):
+            assert time.monotonic() < limit, "the tier is not used again"
+            settle_and_empty(self.process)
+
+
+@contextmanager
+def shelved(model: Path, folder: Path, **kvcore: Any) -> Iterator[Shelf]:
+    """An engine with such a tier. Circuit breakers pause for a fraction of a second."""
+    rules = folder / "rules"
+    write_rules(rules)
+    config = {
         "host": {"capacity": "12MiB"},
-        "tiers": {"shelf": {"plugin": FAULTY_MEMORY, "capacity": "512MiB", "options": options}},
+        "tiers": {
+            "shelf": {
+                "plugin": FAULTY_MEMORY,
+                "capacity": "512MiB",
+                "options": {"rules": str(rules)},
+            }
+        },
         "transfer": {"load_deadline_s": 2.0},
+        **kvcore,
     }
+    hastens = write_injector(folder / "injector").folder
+    found = [write_plugin(folder / "plugin"), hastens, os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, found))}
+    with engine(model, config, path) as process:
+        yield Shelf(process, rules)
+
+
+@pytest.fixture(scope="module")
+def shelf(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shelf]:
+    with shelved(model, tmp_path_factory.mktemp("shelf")) as made:
+        yield made
 
 
 def slow(seconds: float) -> Rule:
     return Rule(Fault.LATENCY, Seam.TIER_READ, seconds=seconds)
 
 
-def path_to_plugin(folder: Path) -> dict[str, str]:
-    found = [str(write_plugin(folder)), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(found)}
-
-
 def test_aborts_while_loads_are_under_way(
-    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
+    reference: Reference, documents: list[list[int]], shelf: Shelf
 ) -> None:
     """Each load takes a good part of a second; requests go away at all points of it."""
-    with engine(model, faulty(tmp_path, slow(0.15)), path_to_plugin(tmp_path)) as process:
-        assert_same_answers(answers(process, documents), reference(documents))
+    process, salt = shelf.process, "aborts"
+    before = shelf.hits()
+    with shelf.broken(slow(0.15)):
+        assert_same_answers(shelf.ask(documents, salt), reference(documents))
         picks = random.Random(4)
         for _ in range(3):
             settle_and_empty(process)
             running = {
-                name: process.submit(document, 32, request_id=name)
+                name: process.submit(document, 32, request_id=name, cache_salt=salt)
                 for name, document in zip(_names(picks), documents, strict=False)
             }
             for name in picks.sample(list(running), len(running) * 2 // 3):
@@ -102,10 +157,10 @@ def test_aborts_while_loads_are_under_way(
             for future in running.values():
                 future.result(120)
         settle_and_empty(process)
-        got = answers(process, documents, batch=4)
+        got = shelf.ask(documents, salt, batch=4)
         assert_same_answers(got, reference(documents))
         assert sum(answer.tiers.get("shelf", 0) for answer in got) > 0
-        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+        assert shelf.hits() > before
 
 
 def _names(picks: random.Random) -> Iterator[str]:
@@ -114,28 +169,31 @@ def _names(picks: random.Random) -> Iterator[str]:
 
 
 def test_blocks_that_cannot_be_read_are_computed_again(
-    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
+    reference: Reference, documents: list[list[int]], shelf: Shelf
 ) -> None:
-    fails = Rule(Fault.ERROR, Seam.TIER_READ, rate=1 / 7)
-    with engine(model, faulty(tmp_path, fails), path_to_plugin(tmp_path)) as process:
+    before = shelf.failures(), shelf.hits()
+    with shelf.broken(Rule(Fault.ERROR, Seam.TIER_READ, rate=1 / 7)):
         for batch in (1, 4, 8):
-            assert_same_answers(answers(process, documents, batch=batch), reference(documents))
-            settle_and_empty(process)
-        assert counted(process, "kvcore_failures_total") > 0
-        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+            assert_same_answers(shelf.ask(documents, "errors", batch), reference(documents))
+            settle_and_empty(shelf.process)
+    assert shelf.failures() > before[0]
+    assert shelf.hits() > before[1]
+    shelf.comes_back(documents, "errors")
 
 
 def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
     reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
     """Prefill of the tiny model takes milliseconds; every read of the shelf half a second."""
-    kvcore = faulty(tmp_path, slow(0.5)) | {"planner": {"enabled": True}}
-    with engine(model, kvcore, path_to_plugin(tmp_path)) as process:
+    with (
+        shelved(model, tmp_path, planner={"enabled": True}) as shelf,
+        shelf.broken(slow(0.5)),
+    ):
         for _ in range(3):
-            assert_same_answers(answers(process, documents), reference(documents))
-            settle_and_empty(process)
-        assert counted(process, "kvcore_misses_total", reason="planned") > 0
-        assert counted(process, "kvcore_lookup_tokens_total", result="hit", tier="shelf") > 0
+            assert_same_answers(shelf.ask(documents, "slow"), reference(documents))
+            settle_and_empty(shelf.process)
+        assert counted(shelf.process, "kvcore_misses_total", reason="planned") > 0
+        assert shelf.hits() > 0
 
 
 DIES = tuple(Rule(Fault.ERROR, seam, skip=40) for seam in (Seam.TIER_READ, Seam.TIER_WRITE))
@@ -144,16 +202,17 @@ DIES = tuple(Rule(Fault.ERROR, seam, skip=40) for seam in (Seam.TIER_READ, Seam.
 @pytest.mark.parametrize("fault", [DIES, (slow(6.0),)], ids=["dies", "hangs"])
 def test_a_dead_tier_costs_time_not_answers(
     reference: Reference,
-    model: Path,
     documents: list[list[int]],
     fault: tuple[Rule, ...],
-    tmp_path: Path,
+    shelf: Shelf,
 ) -> None:
-    with engine(model, faulty(tmp_path, *fault), path_to_plugin(tmp_path)) as process:
+    before, salt = shelf.failures(), f"{len(fault)} faults"
+    with shelf.broken(*fault):
         for _ in range(3):
-            assert_same_answers(answers(process, documents, batch=8), reference(documents))
-            settle_and_empty(process)
-        assert counted(process, "kvcore_failures_total") > 0
+            assert_same_answers(shelf.ask(documents, salt, batch=8), reference(documents))
+            settle_and_empty(shelf.process)
+    assert shelf.failures() > before
+    shelf.comes_back(documents, salt)
 
 
 # -- what the engine does with a request ----------------------------------------------------------
@@ -182,11 +241,32 @@ def test_lora_keeps_its_kv_to_itself(
             assert all(answer.reused_tokens > 64 for answer in warm)
 
 
+class Guessing(NamedTuple):
+    process: EngineProcess
+    control: FaultControl
+
+
+@contextmanager
+def guessing(model: Path, folder: Path, layerwise: bool) -> Iterator[Guessing]:
+    """An engine that guesses tokens, with faults where they are asked for."""
+    control = write_injector(folder)
+    path = os.pathsep.join([str(control.folder), os.environ.get("PYTHONPATH", "")])
+    config = {**HOST_ONLY, "vllm": {"layerwise": layerwise}}
+    with engine(model, config, {"PYTHONPATH": path}, speculative_config=LOOKUP) as process:
+        yield Guessing(process, control)
+
+
+@pytest.fixture(scope="module")
+def lookup(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guessing]:
+    with guessing(model, tmp_path_factory.mktemp("lookup"), layerwise=True) as made:
+        yield made
+
+
 def test_speculation_by_lookup_is_left_correct(
-    reference: Reference, model: Path, documents: list[list[int]]
+    model: Path,
 ) -> None:
     """Tokens that were guessed and not accepted must not be stored as if they were."""
-    asked = documents[:8]
+    asked = windows(model, 16, 300, 900, seed=21)[:8]
     with engine(model, None, enable_prefix_caching=False) as process:
         long = Reference(process, max_tokens=80)
         expected = long(asked)
@@ -207,28 +287,37 @@ def test_speculation_by_lookup_is_left_correct(
         assert drafted > accepted, "nothing was guessed wrongly: this shows nothing"
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
 def test_a_load_that_fails_under_speculation_is_computed(
-    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path, layerwise: bool
+    reference: Reference, documents: list[list[int]], lookup: Guessing
 ) -> None:
     """With speculation vLLM ends a step for the connector after it has asked which loads failed.
 
     It does not overlap steps then, so the load is part of a step.
     """
-    control = write_injector(tmp_path / "plugin")
-    path = os.pathsep.join([str(control.folder), os.environ.get("PYTHONPATH", "")])
-    config = {**HOST_ONLY, "vllm": {"layerwise": layerwise}}
-    asked, fails = documents[:2], Rule(Fault.ERROR, Seam.LOAD)
-    with engine(model, config, env={"PYTHONPATH": path}, speculative_config=LOOKUP) as process:
-        assert_same_answers(answers(process, asked, batch=2), reference(asked))
-        settle_and_empty(process)
-        with control.inject(fails):
-            assert_same_answers(answers(process, asked, batch=2), reference(asked))
-            assert control.state().strikes(fails)
-        settle_and_empty(process)
-        warm = answers(process, asked, batch=2)
-        assert_same_answers(warm, reference(asked))
-        assert all(answer.reused_tokens for answer in warm), "what was computed instead was saved"
+    fails_and_is_computed(lookup, reference, documents[:2])
+
+
+@pytest.mark.exhaustive
+def test_a_load_that_fails_before_the_first_layer_under_speculation_is_computed(
+    reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
+) -> None:
+    with guessing(model, tmp_path / "plugin", layerwise=False) as made:
+        fails_and_is_computed(made, reference, documents[:2])
+
+
+def fails_and_is_computed(made: Guessing, reference: Reference, asked: list[list[int]]) -> None:
+    process, control = made
+    ask = partial(answers, process, asked, batch=2, cache_salt="fails")
+    fails = Rule(Fault.ERROR, Seam.LOAD)
+    assert_same_answers(ask(), reference(asked))
+    settle_and_empty(process)
+    with control.inject(fails):
+        assert_same_answers(ask(), reference(asked))
+        assert control.state().strikes(fails)
+    settle_and_empty(process)
+    warm = ask()
+    assert_same_answers(warm, reference(asked))
+    assert all(answer.reused_tokens for answer in warm), "what was computed instead was saved"
 
 
 def test_a_draft_model_is_declined_and_the_engine_runs(
@@ -413,10 +502,11 @@ def test_a_reset_is_for_this_engine_and_for_good(
 SETTINGS = ["--max-model-len", "2048", "--dtype", "float32", "--enforce-eager"]
 
 
+@pytest.mark.exhaustive
 def test_as_a_user_serves_it(
     reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
-    """`kvcore serve` runs `vllm serve`. That by itself is one of README.md's own lines."""
+    """`kvcore serve` runs `vllm serve`, which test_vllm_readme.py runs by README.md's own lines."""
     port, log, file = free_port(), tmp_path / "log", tmp_path / "kvcore.toml"
     file.write_text(
         f'engine = "vllm"\n[host]\ncapacity = "256MiB"\n[disk]\npath = "{tmp_path}/kv"\n'

@@ -106,6 +106,7 @@ def serving(folder: Path, listen: str, **more: Any) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in tables.items()]
 
 
+@pytest.mark.exhaustive
 def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first engine may be gone, since its server has promised; a server that is gone costs the
     computing alone."""

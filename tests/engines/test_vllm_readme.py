@@ -6,10 +6,10 @@ project gives its tests (minutes and gigabytes for vLLM's build) or need a model
 
 - vLLM is not installed anew: the environment sees the packages of the one these tests run in, which
   ``make env`` has made. kvcore is not among them; pip installs it from the checkout.
-- ``MODEL=`` names a local copy of the same model.
+- ``MODEL=`` names a local copy of the same model; for the server, a smaller one.
 - the server gets a free port, and does not compile the model.
 
-Two environments, three starts of vLLM: about two minutes of one core.
+`make test` runs the lines that install kvcore and those of the server, `make test-all` the others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import urllib.request
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
 from kvcore.harness.models import smollm2
+from support.front_door import post
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -107,11 +108,7 @@ def beside_vllm(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> She
     return made
 
 
-@pytest.fixture(scope="module")
-def model() -> str:
-    return str(smollm2())
-
-
+@pytest.mark.exhaustive
 def test_an_empty_environment(tmp_path: Path, checkout: Path) -> None:
     """kvcore's own requirements suffice for kvcore's own command."""
     made = shell(tmp_path / "env", checkout)
@@ -120,8 +117,10 @@ def test_an_empty_environment(tmp_path: Path, checkout: Path) -> None:
     assert "not installed" in listed, "there is an engine in an empty environment"
 
 
-def test_the_offline_lines(beside_vllm: Shell, model: str, tmp_path: Path) -> None:
-    lines, names = re.subn(r"^MODEL=\S+", f"MODEL={model}", block("offline"), flags=re.MULTILINE)
+@pytest.mark.exhaustive
+def test_the_offline_lines(beside_vllm: Shell, tmp_path: Path) -> None:
+    local = f"MODEL={smollm2()}"
+    lines, names = re.subn(r"^MODEL=\S+", local, block("offline"), flags=re.MULTILINE)
     assert names == 1
     printed = beside_vllm.run(lines, tmp_path / "log")
     reused = re.findall(r"(\w+) answer: .* reused by tier: (\{.*?\})", printed)
@@ -140,11 +139,12 @@ def port() -> int:
 
 
 @pytest.fixture
-def address(beside_vllm: Shell, model: str, port: int, tmp_path: Path) -> Iterator[str]:
+def address(beside_vllm: Shell, model: Path, port: int, tmp_path: Path) -> Iterator[str]:
     options = f"--port {port} --max-model-len 2048 --enforce-eager"
     lines, starts = re.subn(r"vllm serve \$MODEL", rf"\g<0> {options}", block("serve"))
     assert starts == 1
-    process = beside_vllm.start(f"MODEL={model}\n{lines}", tmp_path / "log")
+    own = f"MODEL={model}\nexport VLLM_SERVER_DEV_MODE=1  # vLLM's cache can then be reset\n"
+    process = beside_vllm.start(own + lines, tmp_path / "log")
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -152,7 +152,7 @@ def address(beside_vllm: Shell, model: str, port: int, tmp_path: Path) -> Iterat
         process.wait()
 
 
-def test_the_server_lines(address: str, model: str, tmp_path: Path) -> None:
+def test_the_server_lines(address: str, model: Path, tmp_path: Path) -> None:
     limit = time.monotonic() + START_S
     while True:
         try:
@@ -162,14 +162,20 @@ def test_the_server_lines(address: str, model: str, tmp_path: Path) -> None:
             assert time.monotonic() < limit, (tmp_path / "log").read_text()[-3000:]
             time.sleep(1)
     body = {
-        "model": model,
+        "model": str(model),
         "prompt": "The quick brown fox jumps over the lazy dog. " * 20,
         "max_tokens": 1,
         "kv_transfer_params": {"kvcore": {"report": True}},
     }
-    request = urllib.request.Request(
-        f"{address}/v1/completions", msgspec.json.encode(body), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        told = msgspec.json.decode(answer.read())
-    assert told["kv_transfer_params"]["kvcore"]["reused_tokens"] == 0
+    cold, warm = (asked(address, body) for _ in range(2))
+    assert cold["tiers"] == {}
+    assert warm["tiers"].keys() == {"host"}
+
+
+def asked(address: str, body: dict[str, Any]) -> dict[str, Any]:
+    """kvcore's report on a prompt. Afterwards vLLM's own cache is empty."""
+    told = post(address, "/v1/completions", body)
+    time.sleep(1)  # saves end in the background
+    post(address, "/reset_prefix_cache")
+    report: dict[str, Any] = told["kv_transfer_params"]["kvcore"]
+    return report

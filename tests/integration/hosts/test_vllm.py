@@ -1,4 +1,8 @@
-"""Two real vLLMs on two hosts share a Redis on a third, over cables that delay and lose packets."""
+"""Two real vLLMs on two hosts share a Redis on a third, over cables that delay and lose packets.
+
+`make test` has the reference engine there (test_stores.py), and vLLM with faults of a store on one
+host (tests/engines/test_vllm_faults.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from kvcore.harness.prompts import windows
 from kvcore_devtools.hosts import Network
 from kvcore_devtools.servers import Start, need_client, redis_like
 
-pytestmark = [pytest.mark.engine, pytest.mark.whole_machine]
+pytestmark = [pytest.mark.engine, pytest.mark.whole_machine, pytest.mark.exhaustive]
 
 RETURNS = 40
 """Prompts after which a store that is back is used."""

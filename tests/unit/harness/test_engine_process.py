@@ -220,6 +220,18 @@ def test_a_path_alone_is_given_to_a_fork_of_the_same_process(start: Start, tmp_p
 
 
 @forks
+def test_only_an_engine_that_says_so_has_one_process_for_every_architecture(
+    start: Start, tmp_path: Path
+) -> None:
+    models = [tmp_path / name for name in ("Llama", "Gemma")]
+    for model in models:
+        model.mkdir()
+        (model / "config.json").write_text(f'{{"architectures": ["{model.name}"]}}')
+    assert len({imports(start, model=str(model)) for model in models}) == 2
+    assert len({imports(start, model=str(model), forked="any model") for model in models}) == 1
+
+
+@forks
 def test_a_child_outlives_the_process_it_is_a_fork_of(start: Start, tmp_path: Path) -> None:
     with start() as engine:
         mother = _parent(_parent(engine.pid))

@@ -236,6 +236,74 @@ def test_disk_at_another_number_of_ranks_and_stages(
     assert (request.answer, request.reused) == (plain(prompt), {"disk": 96})
 
 
+@pytest.mark.parametrize(
+    ("block", "page", "arrangement"),
+    [(16, 128, "blockwise"), (128, 32, "layerwise"), (64, 128, "layerwise"), (64, 24, "blockwise")],
+)
+def test_host_disk_and_restart(
+    make: Make, plain: Ask, tmp_path: Path, block: int, page: int, arrangement: str
+) -> None:
+    kvcore = {
+        "block": {"tokens": block},
+        "host": {"arrangement": arrangement},
+        "disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"},
+    }
+    prompts = [words(seed, 260 + 7 * seed) for seed in range(4)]
+    right = [plain(prompt) for prompt in prompts]
+    whole = [len(prompt) // block * block for prompt in prompts]
+    first = make(kvcore, page_tokens=page)
+    assert first.generate(prompts, ANSWER) == right
+    first.settle()
+    assert served(first, prompts) == (right, [{"host": count} for count in whole])
+    first.close()
+    second = make(kvcore, page_tokens=page)
+    assert served(second, prompts) == (right, [{"disk": count} for count in whole])
+
+
+def served(
+    engine: ReferenceEngine, prompts: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[dict[str, int]]]:
+    """Answers, and the tokens that were reused by tier, with the engine's own cache emptied."""
+    engine.forget()
+    requests = [engine.submit(prompt, ANSWER) for prompt in prompts]
+    engine.run()
+    return [request.answer for request in requests], [request.reused for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("write", "arrangement"),
+    [("write_through", "layerwise"), ("write_back", "blockwise"), ("selective", "layerwise")],
+)
+def test_every_write_policy_with_tiers_that_are_too_small(
+    make: Make, plain: Ask, tmp_path: Path, write: str, arrangement: str
+) -> None:
+    kvcore = {
+        "block": {"tokens": 32},
+        "host": {"capacity": "512KiB", "arrangement": arrangement},
+        "disk": {
+            "path": str(tmp_path / "kv"),
+            "capacity": "2MiB",
+            "write": write,
+            "policy": "s3fifo",
+        },
+    }
+    engine = make(kvcore, num_pages=40, page_tokens=8, max_num_tokens=64)
+    prompts = [words(seed, 60 + 9 * seed) for seed in range(10)]
+    found = 0
+    for _ in range(3):
+        requests = [engine.submit(p, 60 if i % 3 else ANSWER) for i, p in enumerate(prompts)]
+        engine.run()
+        for request, prompt in zip(requests, prompts, strict=True):
+            assert request.answer[:ANSWER] == plain(prompt)
+            found += request.reused.get("disk", 0)
+        engine.settle()
+        engine.forget()
+    assert engine.preemptions > 0
+    assert found > 0 or write == "selective"
+    assert engine.leader is not None
+    assert engine.leader.metrics.snapshot()["kvcore_evictions_total"]["host"] > 0
+
+
 def test_pages_run_out_and_the_newest_starts_over(make: Make, plain: Ask) -> None:
     engine = make(num_pages=12, page_tokens=8)
     prompts = [words(seed, 20) for seed in range(4)]

@@ -267,15 +267,23 @@ def _keep_frozen() -> None:
 
 
 def preload(model: str) -> None:
-    """Import what an engine on a CPU imports, for forks of this process. Starts nothing."""
+    """Import what an engine on a CPU imports, for forks of this process. Starts nothing.
+
+    It depends on no model, so it serves every architecture. vLLM imports a model's class first in a
+    process of its own, lest it wake a GPU, and keeps in its cache what it saw. On a CPU the fork
+    looks for itself: that process would import all of vLLM once more.
+    """
     import vllm
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
 
     import kvcore_vllm.connector  # noqa: F401
+
+    registry._run_in_subprocess = lambda fn: fn()
 
 
 def run(descriptor: int) -> None:
