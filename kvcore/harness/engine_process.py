@@ -158,16 +158,15 @@ class EngineProcess:
                         module,
                         model,
                         python=command[0],
-                        env=_environment(engine, given),
+                        env=_environment(engine, Path(command[0]), given),
                         path=path,
                         log=self.log,
                         connection=theirs,
                         timeout_s=START_TIMEOUT_S,
                     )
                 else:
-                    self._process = _run(
-                        [*within, *command], theirs, _environment(engine, given), self.log
-                    )
+                    environment = _environment(engine, Path(command[0]), given)
+                    self._process = _run([*within, *command], theirs, environment, self.log)
         except BaseException:
             self._let_go()
             raise
@@ -486,10 +485,15 @@ def _temporary_log(engine: str) -> Path:
     return Path(name)
 
 
-def _environment(engine: str, added: Mapping[str, str]) -> dict[str, str]:
-    """Return the child's environment: this process's, with ``added``."""
+def _environment(engine: str, python: Path, added: Mapping[str, str]) -> dict[str, str]:
+    """Return the child's environment: this process's, with ``added``.
+
+    If ``tools/env.py`` has compiled torch's extensions for ``python``, the child loads those.
+    """
     path = filter(None, [added.get("PYTHONPATH"), _python_path(engine)])
-    return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
+    folder = python.absolute().parents[1] / "var" / "torch_extensions"
+    compiled = {"TORCH_EXTENSIONS_DIR": str(folder)} if folder.is_dir() else {}
+    return {**os.environ, **compiled, **added, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _python_path(engine: str) -> str:

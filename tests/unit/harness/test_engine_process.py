@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ async def start(model, kvcore, **args):
         raise ValueError("no such model")
     if args.get("helper"):
         subprocess.Popen(["sleep", "60"])
-    return {"model": model, "kvcore": kvcore, "pid": os.getpid()}
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return {"model": model, "kvcore": kvcore, "pid": os.getpid(), "compiled": compiled}
 
 async def generate(prompt, max_tokens, request_id, **options):
     if prompt == "crash":
@@ -116,6 +118,24 @@ def test_results_come_in_the_order_of_the_prompts(start: Start, tmp_path: Path) 
 def test_a_path_that_is_added_leaves_the_childs_own(start: Start, tmp_path: Path) -> None:
     with start(env={"PYTHONPATH": str(tmp_path / "added")}) as engine:
         assert engine.metrics()["added"] == 1.0
+
+
+def test_what_the_interpreters_environment_has_compiled_is_loaded(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that compiles it in the user's folder races with others that do so too."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "of the user")
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    with start(python=python) as engine:
+        assert engine.wait_ready()["compiled"] == "of the user"
+    folder = tmp_path / "environment" / "var" / "torch_extensions"
+    folder.mkdir(parents=True)
+    with start(python=python) as engine:
+        assert engine.wait_ready()["compiled"] == str(folder)
+    with start(python=python, env={"TORCH_EXTENSIONS_DIR": "of a test"}) as engine:
+        assert engine.wait_ready()["compiled"] == "of a test"
 
 
 def test_an_abort_overtakes_the_request_it_ends(start: Start) -> None:
