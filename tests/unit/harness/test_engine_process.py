@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -69,6 +70,7 @@ def preload(model):
     print("preloading", model, flush=True)
     if model == "unknown":
         raise ImportError("no modules for this")
+    return ["Large", "Larger"] if model.endswith("large") else None
 
 def run(descriptor):
     asyncio.run(serve(descriptor, handlers))
@@ -215,6 +217,24 @@ def test_modules_are_imported_once_for_many(start: Start, tmp_path: Path) -> Non
     assert imports(start) == first != os.getpid()
     assert "preloading" not in (tmp_path / "log").read_text(), "a log is its engine's own"
     assert (tmp_path / "log").read_text().count("starting a model") == 2
+
+
+@forks
+def test_a_process_serves_the_architectures_for_which_it_has_imported(
+    start: Start, tmp_path: Path
+) -> None:
+    def of(architecture: str, name: str = "model") -> str:
+        folder = tmp_path / architecture / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        return str(folder)
+
+    some = imports(start, model=of("Large", "large"))
+    assert imports(start, model=of("Larger")) == some
+    every = imports(start, model=of("Small"))
+    assert every != some
+    assert imports(start, model=of("Smaller")) == every
+    assert imports(start, model=of("Larger", "another")) in (some, every)
 
 
 @forks
