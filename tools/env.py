@@ -31,10 +31,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -281,10 +282,43 @@ def _stand_ins(env: Environment) -> None:
     (env.site / STAND_INS).write_text(INSTALL_STAND_INS)
 
 
+EXTENSIONS = Path("var") / "torch_extensions"
+"""The folder of an environment in which torch keeps what it has compiled for the engine.
+
+Engines that `kvcore.harness.engine_process` starts look there.
+"""
+
+COMPILE_EXTENSIONS = """
+import os, sys
+os.environ["TORCH_EXTENSIONS_DIR"], *sources = sys.argv[1:]
+sys.path[:0] = sources
+from kvcore_sglang.testing.standins import install
+install()
+from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash
+get_native_hash([1], None, 1)
+"""
+
+
+def _sglang_extensions(env: Environment) -> None:
+    """Have SGLang compile what it otherwise compiles at its first request: the hash of pages.
+
+    By default torch keeps it in a folder of the user, by name alone. The versions of SGLang have
+    different sources under this name, and version 0.5.20 fails where another one compiles too.
+    """
+    _install_missing(env, EXTENSION_PACKAGES)
+    sources = [str(ROOT), str(ROOT / "adapters" / "sglang")]  # kvcore is installed later
+    folder = env.path.absolute() / EXTENSIONS
+    env.logged([str(env.python), "-c", COMPILE_EXTENSIONS, str(folder), *sources])
+
+
 def _system(env: Environment) -> None:
     """Install the system packages that are missing, or raise EnvError with their names."""
+    _install_missing(env, SYSTEM_PACKAGES)
+
+
+def _install_missing(env: Environment, packages: Mapping[str, Callable[[], bool]]) -> None:
     with _only_one(ROOT / ".venvs" / "system"):  # apt fails while another one runs
-        missing = [package for package, present in SYSTEM_PACKAGES.items() if not present()]
+        missing = [package for package, present in packages.items() if not present()]
         if not missing:
             return
         apt = shutil.which("apt-get")
@@ -322,6 +356,14 @@ SYSTEM_PACKAGES: dict[str, Callable[[], bool]] = {
 """Debian packages, each with a check that its content is present."""
 
 
+EXTENSION_PACKAGES: dict[str, Callable[[], bool]] = {
+    "libssl-dev": lambda: Path("/usr/include/openssl/sha.h").exists(),
+    "ninja-build": lambda: shutil.which("ninja") is not None,
+    "python3-dev": lambda: Path(sysconfig.get_path("include"), "Python.h").exists(),
+}
+"""What `_sglang_extensions` needs besides. torch calls ninja also to load what is compiled."""
+
+
 def _install(*arguments: str) -> Callable[[Environment], None]:
     return lambda env: env.pip("install", *arguments)
 
@@ -345,6 +387,7 @@ def recipe(engine: str, gpu: bool) -> list[Step]:
             Step("what SGLang imports", _install(TORCH, *SGLANG_CPU_NEEDS.split())),
             Step("SGLang 0.5.23", _install("--no-deps", *SGLANG_CPU)),
             Step("stand-ins for what it lacks on a CPU", _stand_ins),
+            Step("what SGLang compiles", _sglang_extensions),
         ],
         ("sglang", True): [Step("SGLang 0.5.23", _install("sglang>=0.5.23,<0.5.24"))],
     }
@@ -473,6 +516,8 @@ def make_layer(name: str, path: Path, base: Path) -> None:
     steps = [Step(f"{package} over {base.name}", lambda env: _layer(env, package))]
     if engine_of(name) == "vllm":
         steps.append(Step("the name vllm for it", lambda env: _vllm_name(env, package)))
+    else:
+        steps.append(Step("what SGLang compiles", _sglang_extensions))
     env = Environment(path, path.with_name(f"{path.name}-install.log"), base)
     _make_whole(env, layer_stamp(name, base), steps)
 

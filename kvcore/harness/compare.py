@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 256 << 20,
     "skip_tokenizer_init": True,
     "start_method": "fork",
-    "forked": "any model",
+    "forked": True,
     "asynchronous": True,
 }
 """Arguments of vLLM for a small model on a CPU. Prompts are token ids.

@@ -8,12 +8,12 @@
 On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
-driver, architecture, environment (except PYTHONPATH), folder and set of cores. The architecture
-does not matter if the caller says that the driver preloads the same for all. At most `KEPT` mothers
-are kept.
+driver, environment (except PYTHONPATH), folder and set of cores. At most `KEPT` mothers are kept.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
-``run(descriptor)``. Forks are for CPUs only, because a GPU's state does not survive a fork.
+``run(descriptor)``. ``preload`` returns the architectures of models whose engines can be forks of
+the process, or None if those of every model can. Forks are for CPUs only, because a GPU's state
+does not survive a fork.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ KEPT = 2
 """Most idle mothers to keep. Each holds the memory of an engine's modules."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_LONGEST = 4096
+"""Bytes of a message: a process id, and names of architectures."""
 _OF_A_TEST = "PYTEST_CURRENT_TEST"
 """An environment variable that changes with each test and that no engine reads."""
 _NOT_COMPARED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
@@ -92,7 +93,6 @@ def fork(
     module: str,
     model: str | Path,
     *,
-    any_model: bool,
     python: str,
     env: Mapping[str, str],
     path: str,
@@ -101,8 +101,6 @@ def fork(
     timeout_s: float,
 ) -> Child:
     """Fork a child that calls ``run`` of ``module`` with its end of a connection.
-
-    ``any_model`` says that the driver preloads the same for every model.
 
     ``path`` has folders from which the child imports first, as in PYTHONPATH. What the mother has
     imported it does not import again. If no mother has imported the module, start one and block
@@ -116,26 +114,34 @@ def fork(
         given.setdefault("HF_HUB_OFFLINE", "1")  # drivers set it too, before they import
     cores = tuple(sorted(os.sched_getaffinity(0)))
     environment = tuple(sorted(each for each in given.items() if each[0] not in _NOT_COMPARED))
-    kind = "" if any_model else architecture(model)
-    key = (python, module, kind, environment, os.getcwd(), cores)
+    kind = (python, module, environment, os.getcwd(), cores)
+    wanted = architecture(model)
     with _lock:
-        mother = _mothers.pop(key, None)
-        if mother is None or not mother.lives:
-            mother = _Mother([python, "-m", __name__, module, str(model)], given)
-        _mothers[key] = mother
+        mother = next((one for one in _mothers if one.kind == kind and one.serves(wanted)), None)
+        if mother is None:
+            mother = _Mother([python, "-m", __name__, module, str(model)], given, kind)
+        else:
+            _mothers.remove(mother)
+        _mothers.append(mother)
         while len(_mothers) > KEPT:
-            _mothers.popitem(last=False)[1].close()
+            _mothers.pop(0).close()
         try:
             return mother.fork(path, log, connection, timeout_s)
         except KVCoreError:
-            _mothers.pop(key).close()
+            _mothers.remove(mother)
+            mother.close()
             raise
 
 
 class _Mother:
-    """The process that forks, as seen by the process that asks for forks."""
+    """The process that forks, as seen by the process that asks for forks.
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    ``kind`` is what all its children have in common, except their models.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], kind: Any) -> None:
+        self.kind = kind
+        self._architectures: frozenset[str] = frozenset()  # empty: all
         self._command = " ".join(command)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the process lives
         self._socket, theirs = _messages()
@@ -150,9 +156,10 @@ class _Mother:
                 start_new_session=True,
             )
 
-    @property
-    def lives(self) -> bool:
-        return self._process.poll() is None
+    def serves(self, architecture: str) -> bool:
+        """Return True if it lives and can fork an engine for a model of this architecture."""
+        fits = not self._architectures or architecture in self._architectures
+        return fits and self._process.poll() is None
 
     def fork(self, path: str, log: Path, connection: socket.socket, timeout_s: float) -> Child:
         status, theirs = _messages()
@@ -164,7 +171,9 @@ class _Mother:
         if not said:
             status.close()
             raise KVCoreError(self._told(timeout_s if said is None else None))
-        return Child(int(said), status)
+        pid, *architectures = said.decode().split()
+        self._architectures = frozenset(architectures)
+        return Child(int(pid), status)
 
     def _told(self, waited_s: float | None) -> str:
         self._log.seek(0)
@@ -183,7 +192,8 @@ class _Mother:
         self._log.close()
 
 
-_mothers: OrderedDict[Any, _Mother] = OrderedDict()
+_mothers: list[_Mother] = []
+"""In the order in which they were last used."""
 _lock = threading.Lock()
 
 
@@ -192,7 +202,7 @@ def close() -> None:
     """End all mothers. Their children continue."""
     with _lock:
         while _mothers:
-            _mothers.popitem()[1].close()
+            _mothers.pop().close()
 
 
 def _messages() -> tuple[socket.socket, socket.socket]:
@@ -205,7 +215,7 @@ def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
     poll = select.poll()
     poll.register(status, select.POLLIN)
     ready = poll.poll(None if timeout_s is None else timeout_s * 1000)
-    return status.recv(64) if ready else None
+    return status.recv(_LONGEST) if ready else None
 
 
 # --- the mother's side ------------------------------------------------------------------------
@@ -214,7 +224,7 @@ def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
 def _serve(module: str, model: str, descriptor: int) -> None:
     """Fork a child for each message until the asking process closes the socket."""
     driver = importlib.import_module(module)
-    driver.preload(model)
+    architectures = driver.preload(model) or ()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for minders
     with socket.socket(fileno=descriptor) as asked:
@@ -228,13 +238,15 @@ def _serve(module: str, model: str, descriptor: int) -> None:
             sys.stderr.flush()
             if os.fork() == 0:
                 asked.close()
-                _mind(driver, message[1:].decode(), *files)
+                _mind(driver, architectures, message[1:].decode(), *files)
             for file in files:
                 os.close(file)
 
 
-def _mind(driver: Any, path: str, connection: int, log: int, status: int) -> None:
-    """Fork the child, send its pid and its exit status, and end."""
+def _mind(
+    driver: Any, architectures: Iterable[str], path: str, connection: int, log: int, status: int
+) -> None:
+    """Fork the child; send its pid with the architectures, then its exit status; and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
@@ -243,7 +255,7 @@ def _mind(driver: Any, path: str, connection: int, log: int, status: int) -> Non
     os.close(connection)
     os.close(log)
     with contextlib.suppress(OSError):  # the asking process is gone; the child notices that itself
-        os.write(status, b"%d" % pid)
+        os.write(status, " ".join([str(pid), *architectures]).encode())
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         os.write(status, b"%d" % code)
     os._exit(0)

@@ -43,7 +43,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
@@ -118,9 +118,8 @@ class EngineProcess:
         within: command that runs the child's command line, for example on another host
             (`kvcore_devtools.hosts.Host.command`). It must exec the child, and keep its open files.
         forked: True to let the child be a fork of a process that has imported the engine
-            for models of the same architecture (`kvcore.harness.engine_forks`), for tests that
-            start many engines on a CPU. "any model" if what the driver preloads does not depend on
-            the model. Ignored if there is a GPU, and with ``within``.
+            (`kvcore.harness.engine_forks`), for tests that start many engines on a CPU. Ignored if
+            there is a GPU, and with ``within``.
         engine_args: the engine's own arguments, by their names in its Python API.
 
     The constructor starts the child and returns at once. With ``forked``, it returns when the
@@ -137,7 +136,7 @@ class EngineProcess:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
-        forked: bool | Literal["any model"] = False,
+        forked: bool = False,
         **engine_args: Any,
     ) -> None:
         self._own_log = log is None
@@ -158,18 +157,16 @@ class EngineProcess:
                     self._process = engine_forks.fork(
                         module,
                         model,
-                        any_model=forked == "any model",
                         python=command[0],
-                        env=_environment(engine, given),
+                        env=_environment(engine, Path(command[0]), given),
                         path=path,
                         log=self.log,
                         connection=theirs,
                         timeout_s=START_TIMEOUT_S,
                     )
                 else:
-                    self._process = _run(
-                        [*within, *command], theirs, _environment(engine, given), self.log
-                    )
+                    environment = _environment(engine, Path(command[0]), given)
+                    self._process = _run([*within, *command], theirs, environment, self.log)
         except BaseException:
             self._let_go()
             raise
@@ -488,10 +485,15 @@ def _temporary_log(engine: str) -> Path:
     return Path(name)
 
 
-def _environment(engine: str, added: Mapping[str, str]) -> dict[str, str]:
-    """Return the child's environment: this process's, with ``added``."""
+def _environment(engine: str, python: Path, added: Mapping[str, str]) -> dict[str, str]:
+    """Return the child's environment: this process's, with ``added``.
+
+    If ``tools/env.py`` has compiled torch's extensions for ``python``, the child loads those.
+    """
     path = filter(None, [added.get("PYTHONPATH"), _python_path(engine)])
-    return {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
+    folder = python.absolute().parents[1] / "var" / "torch_extensions"
+    compiled = {"TORCH_EXTENSIONS_DIR": str(folder)} if folder.is_dir() else {}
+    return {**os.environ, **compiled, **added, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _python_path(engine: str) -> str:

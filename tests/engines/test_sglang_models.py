@@ -1,8 +1,8 @@
 """Other models on real SGLang, and more than one replica; as in test_sglang.py.
 
 latent    DeepSeek-V2's attention: a latent in place of K and V
-real      SmolLM2: text that can be read, 30 layers, three heads; in two replicas
-declined  sliding windows
+replicas  two of one model; in `make test-all` also of SmolLM2: 30 layers, three heads
+windows   sliding windows, in the one pool of all layers
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvcore.harness.compare import (
+    REUSE,
     answers,
     assert_all_from,
     assert_same_answers,
+    blended,
     settle_and_empty,
     sglang_tiers,
     small_engine,
@@ -39,7 +41,7 @@ def whole(prompts: list[list[int]], unit: int = BLOCK) -> list[int]:
 def test_latent_attention(tmp_path: Path) -> None:
     """Written under pages of one token, read from disk under pages of 64."""
     tiny = tiny_model("deepseek_v2", layers=3)
-    prompts = windows(tiny, 12, 150, 600, seed=6)
+    prompts = windows(tiny, 6, 150, 600, seed=6)
     with engine(tiny, None, disable_radix_cache=True) as process:
         expected = answers(process, prompts)
     assert len({tuple(answer.token_ids) for answer in expected}) > len(prompts) * 0.8
@@ -57,15 +59,16 @@ def test_latent_attention(tmp_path: Path) -> None:
         assert_all_from("disk", got, whole(prompts, 64))
 
 
-def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_two_replicas(tmp_path: Path, model: Path, real: bool) -> None:
     """Each replica brings back what it made itself; a restarted engine reads from disk what one of
     them wrote: the other has no disk tier."""
-    real = smollm2()
-    prompts = windows(real, 6, 100, 300, seed=2)
-    with engine(real, None, disable_radix_cache=True) as process:
+    model = smollm2() if real else model
+    prompts = windows(model, 6, 100, 300, seed=2)
+    with engine(model, None, disable_radix_cache=True) as process:
         expected = answers(process, prompts)
     replicas = {"dp_size": 2, "load_balance_method": "round_robin"}
-    with engine(real, sglang_tiers(tmp_path), **replicas) as process:
+    with engine(model, sglang_tiers(tmp_path), **replicas) as process:
         cold = answers(process, prompts)
         assert_same_answers(cold, expected)
         assert sum(answer.reused_tokens for answer in cold) == 0
@@ -74,7 +77,7 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
         assert_same_answers(warm, expected)
         assert_all_from("host", warm, whole(prompts))
         assert "the tier disk is off" in process.log.read_text()
-    with engine(real, sglang_tiers(tmp_path)) as process:
+    with engine(model, sglang_tiers(tmp_path)) as process:
         got = answers(process, prompts, batch=2)
         assert_same_answers(got, expected)
         kept = [i for i, answer in enumerate(got) if answer.reused_tokens]
@@ -85,15 +88,24 @@ def test_the_real_model_in_two_replicas(tmp_path: Path) -> None:
 
 
 def test_sliding_windows(tmp_path: Path) -> None:
-    """In the one pool of all layers, where SGLang keeps those of Gemma 3, they are served."""
+    """In the one pool of all layers, where SGLang keeps those of Gemma 3, they are served.
+
+    Fusion is not right for this model: exact prefixes are served, and nothing is blended."""
     tiny = tiny_model("gemma3", layers=4)
-    prompts = windows(tiny, 8, 200, 700, seed=8)
+    prompts = windows(tiny, 5, 200, 700, seed=8)
     assert max(map(len, prompts)) > 2 * WINDOW
     with engine(tiny, None, disable_radix_cache=True) as process:
         expected = answers(process, prompts)
-    with engine(tiny, sglang_tiers(tmp_path)) as process:
+    kvcore = {**sglang_tiers(tmp_path), "fusion": {"enabled": True}}
+    with engine(tiny, kvcore) as process:
         assert_same_answers(answers(process, prompts), expected)
         settle_and_empty(process)
-        warm = answers(process, prompts, batch=3)
+        warm = answers(process, prompts, batch=3, fusion=REUSE)
         assert_same_answers(warm, expected)
         assert_all_from("host", warm, whole(prompts))
+        behind = [[5, *prompt] for prompt in prompts[:2]]  # known text, where it is no prefix
+        cold = answers(process, behind, fusion=REUSE)
+        settle_and_empty(process)
+        assert_same_answers(answers(process, behind, fusion=REUSE), cold)
+        assert blended(cold) == [0, 0]
+        assert "exact prefixes only" in process.log.read_text()

@@ -1,5 +1,5 @@
-"""SGLang and the reference engine behind one kvcore server: what one computed the other loads; and
-when the server is killed every answer stays the same."""
+"""SGLang and the reference engine behind one kvcore server: what one computed the other loads and
+blends; and when the server is killed every answer stays the same."""
 
 from __future__ import annotations
 
@@ -68,42 +68,6 @@ def asked(engine: ReferenceEngine, prompts: Sequence[Sequence[int]]) -> list[int
     engine.run()
     engine.settle()
     return [request.reused.get("host", 0) for request in requests]
-
-
-def test_both_share_a_server_and_a_killed_one_changes_no_answer(
-    tmp_path: Path, folder: Path, model: Llama, plain: Any
-) -> None:
-    prompts = windows(folder, 8, 150, 500, seed=21)
-    first, second = prompts[:4], prompts[4:]
-    shared = {"address": "local", "folder": str(tmp_path / "kv"), "deadline_s": 20.0}
-    kvcore = {"server": shared, "sglang": {"keep_on_flush": True}}
-    given = (f"server.folder={tmp_path / 'kv'}", "host.capacity=256MiB", "log.level=warning")
-    config = load_config(None, {"server": shared}, {})
-    with (
-        server_process(*given) as server,
-        ReferenceEngine(model, EngineArgs(prefix_cache=False), config) as reference,
-    ):
-        assert asked(reference, first) == [0] * len(first)
-        with small_engine(folder, kvcore, engine="sglang", page_size=PAGE) as sglang:
-            found = answers(sglang, first)
-            assert [answer.token_ids for answer in found] == plain(first)
-            whole = [(len(prompt) - 1) // PAGE * PAGE for prompt in first]
-            assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
-            assert [answer.token_ids for answer in answers(sglang, second)] == plain(second)
-            settle_and_empty(sglang)
-            wait_until_idle(tmp_path / "kv")
-            read = asked(reference, second)
-            assert all(
-                count >= len(prompt) - BLOCK for count, prompt in zip(read, second, strict=True)
-            )
-            server.kill()
-            server.wait()
-            gone = answers(sglang, prompts)
-            assert [answer.token_ids for answer in gone] == plain(prompts)
-            settle_and_empty(sglang)
-            again = answers(sglang, prompts)
-            assert [answer.token_ids for answer in again] == plain(prompts)
-            assert not any(answer.reused_tokens for answer in again), "there is nothing to reuse"
 
 
 @pytest.mark.whole_machine
@@ -199,7 +163,7 @@ def test_as_a_user_serves_it(tmp_path: Path, folder: Path, plain: Any) -> None:
         assert answer["meta_info"]["cached_tokens"] == 0, "KV of weights that were replaced"
 
 
-# -- fusion ---------------------------------------------------------------------------------------
+# -- one rank -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +176,30 @@ def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
         yield made
 
 
-def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
-    pair: Pair, texts: Texts
+def test_each_loads_what_the_other_computed_and_a_killed_server_changes_no_answer(
+    pair: Pair, texts: Texts, folder: Path, plain: Any
 ) -> None:
+    prompts = windows(folder, 8, 150, 500, seed=21)
+    right, first, second = plain(prompts), prompts[:4], prompts[4:]
+    assert pair.learn(first) == [(answer, 0) for answer in right[:4]]
+    found = answers(pair.second, first, fusion=EXACT)
+    assert [answer.token_ids for answer in found] == right[:4]
+    whole = [(len(prompt) - 1) // BLOCK * BLOCK for prompt in first]
+    assert [answer.tiers for answer in found] == [{"host": count} for count in whole]
+    stored = answers(pair.second, second, fusion=EXACT)
+    assert [answer.token_ids for answer in stored] == right[4:]
+    settle_and_empty(pair.second)
+    wait_until_idle(pair.folder)
+    for (answer, reused), prompt, wanted in zip(pair.learn(second), second, right[4:], strict=True):
+        assert answer == wanted
+        assert reused >= len(prompt) - BLOCK
     shared_server_checks.shares(pair, texts)
     shared_server_checks.outlives(pair, texts)
+    for _ in range(2):
+        gone = answers(pair.second, prompts, fusion=EXACT)
+        assert [answer.token_ids for answer in gone] == right
+        assert not any(answer.reused_tokens for answer in gone), "there is nothing to reuse"
+        settle_and_empty(pair.second)
 
 
 def test_loads_that_were_counted_on_and_are_not_planned(pair: Pair, texts: Texts) -> None:

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
-from kvcore.harness.compare import answers, assert_same_answers, small_engine
+from kvcore.harness.compare import (
+    ONE_THREAD,
+    SMALL_SGLANG,
+    answers,
+    assert_same_answers,
+    small_engine,
+)
 from kvcore.harness.engine_process import EngineDied, EngineProcess
 from kvcore.harness.models import tiny_vision_model
 from kvcore.harness.prompts import windows
@@ -336,8 +342,8 @@ def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Pat
         warm = answers(process, prompts)
         assert_same_answers(warm, expected)
         assert_from_storage(warm, prompts, page)
-    _rot(next((tmp_path / "kv").rglob("shard-0.data")))
-    with engine(model, None, **args) as process:
+        process.reset_prefix_cache()
+        _rot(next((tmp_path / "kv").rglob("shard-0.data")))
         got = answers(process, prompts)
         assert_same_answers(got, expected)
         assert "a stored page is corrupt and was dropped" in process.log.read_text()
@@ -355,14 +361,8 @@ def _rot(data: Path) -> None:
 def test_an_engine_that_cannot_have_the_storage_says_why(model: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "kv"
     blocked.write_text("not a folder")
-    process = EngineProcess(
-        model,
-        engine="sglang",
-        dtype="float32",
-        max_total_tokens=4096,
-        start_method="fork",
-        **hicache(disk(tmp_path)),
-    )
+    args = {**SMALL_SGLANG, **hicache(disk(tmp_path))}
+    process = EngineProcess(model, engine="sglang", env=ONE_THREAD, **args)
     with pytest.raises(EngineDied, match="TierUnavailable"):
         process.wait_ready()
     process.kill()

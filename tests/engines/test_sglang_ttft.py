@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, pytest.mark.timeout(3600)]
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:

@@ -21,12 +21,14 @@ from support.hicache import assert_from_storage, hicache, stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-VERSIONS = ("0.5.20", "0.5.21", "0.5.22")
+OLDEST, *OTHERS = ("0.5.20", "0.5.21", "0.5.22")
 ENVIRONMENTS = Path(__file__).parents[2] / ".venvs"
 PAGE = 16
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [OLDEST, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in OTHERS)]
+)
 def test_what_was_stored_is_found_and_failed_reads_are_computed(
     version: str, model: Path, tmp_path: Path
 ) -> None:

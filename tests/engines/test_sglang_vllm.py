@@ -56,6 +56,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_neither_reads_what_the_other_computed_otherwise(tmp_path: Path) -> None:
     """vLLM windows every layer of this Mistral, and SGLang none. Prompts are longer than that."""
     model = tiny_model("mistral", layers=4, heads=4, kv_heads=2, head_dim=64, sliding_window=256)

@@ -1,21 +1,25 @@
 """A third party's selector and device operations, as a plugin of its own.
 
 The selector "faulty" fails every second time; "telling" picks rows by their number and writes what
-it is shown to the folder ``TELLING`` names. Put this folder on PYTHONPATH and kvcore finds it by
-its entry point. A tier that fails is `kvcore.testing.faults.plugin`'s.
+it is shown to the folder ``told`` beside this file. Put this file's folder on PYTHONPATH and kvcore
+finds it by its entry point (`support.faulty`). A tier that fails is
+`kvcore.testing.faults.plugin`'s.
 
-The device operations fail every load into the engine's pages while there is the file that
-``FAULTY_OPS`` names, and a blend's attention on the second rank now and then while there is the one
-that ``FAULTY_RANK`` names.
+The device operations fail every load into the engine's pages while there is the file ``fails``
+beside this one, and a blend's attention on the second rank now and then while there is the one that
+``FAULTY_RANK`` names.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 from kvcore.plugins import OpsPlugin, SelectorPlugin, hookimpl
+
+BESIDE = Path(__file__).parent
 
 
 def faulty_selector() -> Any:
@@ -38,8 +42,6 @@ def faulty_selector() -> Any:
 
 
 def telling_selector() -> Any:
-    from pathlib import Path
-
     import torch
 
     from kvcore.fusion.select import Candidates, Selector
@@ -48,7 +50,7 @@ def telling_selector() -> Any:
         name = "telling"
 
         def __init__(self) -> None:
-            self._folder = Path(os.environ["TELLING"])
+            self._folder = BESIDE / "told"
             self._folder.mkdir(exist_ok=True)
             self._calls = itertools.count()
 
@@ -96,7 +98,7 @@ def faulty_ops() -> Any:
 
         def copy(self, src: Any, *args: Any, **options: Any) -> None:
             from_arena = len(src.tensors) == 1
-            if from_arena and os.path.exists(os.environ.get("FAULTY_OPS", "")):
+            if from_arena and (BESIDE / "fails").exists():
                 raise OSError("a copy that fails, as asked")
             super().copy(src, *args, **options)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +29,8 @@ async def start(model, kvcore, **args):
         raise ValueError("no such model")
     if args.get("helper"):
         subprocess.Popen(["sleep", "60"])
-    return {"model": model, "kvcore": kvcore, "pid": os.getpid()}
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR")
+    return {"model": model, "kvcore": kvcore, "pid": os.getpid(), "compiled": compiled}
 
 async def generate(prompt, max_tokens, request_id, **options):
     if prompt == "crash":
@@ -67,6 +70,7 @@ def preload(model):
     print("preloading", model, flush=True)
     if model == "unknown":
         raise ImportError("no modules for this")
+    return ["Large", "Larger"] if model.endswith("large") else None
 
 def run(descriptor):
     asyncio.run(serve(descriptor, handlers))
@@ -116,6 +120,24 @@ def test_results_come_in_the_order_of_the_prompts(start: Start, tmp_path: Path) 
 def test_a_path_that_is_added_leaves_the_childs_own(start: Start, tmp_path: Path) -> None:
     with start(env={"PYTHONPATH": str(tmp_path / "added")}) as engine:
         assert engine.metrics()["added"] == 1.0
+
+
+def test_what_the_interpreters_environment_has_compiled_is_loaded(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that compiles it in the user's folder races with others that do so too."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "of the user")
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    with start(python=python) as engine:
+        assert engine.wait_ready()["compiled"] == "of the user"
+    folder = tmp_path / "environment" / "var" / "torch_extensions"
+    folder.mkdir(parents=True)
+    with start(python=python) as engine:
+        assert engine.wait_ready()["compiled"] == str(folder)
+    with start(python=python, env={"TORCH_EXTENSIONS_DIR": "of a test"}) as engine:
+        assert engine.wait_ready()["compiled"] == "of a test"
 
 
 def test_an_abort_overtakes_the_request_it_ends(start: Start) -> None:
@@ -198,6 +220,24 @@ def test_modules_are_imported_once_for_many(start: Start, tmp_path: Path) -> Non
 
 
 @forks
+def test_a_process_serves_the_architectures_for_which_it_has_imported(
+    start: Start, tmp_path: Path
+) -> None:
+    def of(architecture: str, name: str = "model") -> str:
+        folder = tmp_path / architecture / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        return str(folder)
+
+    some = imports(start, model=of("Large", "large"))
+    assert imports(start, model=of("Larger")) == some
+    every = imports(start, model=of("Small"))
+    assert every != some
+    assert imports(start, model=of("Smaller")) == every
+    assert imports(start, model=of("Larger", "another")) in (some, every)
+
+
+@forks
 def test_what_a_process_is_given_at_its_start_is_its_own(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,18 +257,6 @@ def test_what_a_process_is_given_at_its_start_is_its_own(
 @forks
 def test_a_path_alone_is_given_to_a_fork_of_the_same_process(start: Start, tmp_path: Path) -> None:
     assert imports(start) == imports(start, env={"PYTHONPATH": str(tmp_path / "added")})
-
-
-@forks
-def test_only_an_engine_that_says_so_has_one_process_for_every_architecture(
-    start: Start, tmp_path: Path
-) -> None:
-    models = [tmp_path / name for name in ("Llama", "Gemma")]
-    for model in models:
-        model.mkdir()
-        (model / "config.json").write_text(f'{{"architectures": ["{model.name}"]}}')
-    assert len({imports(start, model=str(model)) for model in models}) == 2
-    assert len({imports(start, model=str(model), forked="any model") for model in models}) == 1
 
 
 @forks

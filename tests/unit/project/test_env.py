@@ -227,9 +227,12 @@ def test_a_layer_of_sglang_is_its_wheel_over_sglang_s_environment(
         folder = Path(arguments[arguments.index("--dest") + 1])
         env.empty_wheel(folder, "sglang", "0.5.20", "an older one")
 
+    compiled: list[Path] = []
     monkeypatch.setattr(env.Environment, "pip", pip)
+    monkeypatch.setattr(env, "_sglang_extensions", lambda target: compiled.append(target.path))
     assert env.main(command) == 0
     layer = env.Environment(tmp_path / ".venvs" / "sglang-0.5.20", tmp_path / "log", base)
+    assert compiled == [layer.path], "its sources are not those of the base"
     code = "import torch, importlib.metadata as m; print(torch.version, m.version('sglang'))"
     assert layer.output(code).strip() == "of the base 0.5.20"
     assert not list(layer.site.glob("vllm*"))

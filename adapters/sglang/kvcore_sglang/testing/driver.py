@@ -19,6 +19,7 @@ import multiprocessing  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
+from collections.abc import Collection  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -99,7 +100,7 @@ class Driver(EngineDriver):
             engine_args = {**CPU_SETTINGS, **engine_args}
             if self._cores is None:
                 _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
-            _import_one_model(architecture)
+            _import_small_models(architecture)
         import sglang
 
         _make_attention_known(engine_args.get("attention_backend"), start_method)
@@ -331,14 +332,18 @@ def _name_cores(ranks: int) -> None:
         os.environ[CORES_VARIABLE] = named
 
 
-def _import_one_model(architecture: str) -> None:
-    """Keep SGLang from importing all its models (10 s on a small CPU) if one module is enough."""
+def _import_small_models(architecture: str) -> bool:
+    """Keep SGLang from importing all its models (10 s on a small CPU) if those of small ones do.
+
+    Return True if they do.
+    """
     package = importlib.util.find_spec("sglang")
     if architecture not in MODEL_MODULES or package is None or package.origin is None:
-        return
+        return False
     models = (Path(package.origin).parent / "srt" / "models").glob("*.py")
-    others = {path.stem for path in models} - {MODEL_MODULES[architecture]}
+    others = {path.stem for path in models} - set(MODEL_MODULES.values())
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(sorted(others)))
+    return True
 
 
 def _make_attention_known(name: str | None, start_method: str) -> None:
@@ -374,17 +379,18 @@ def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
     return {"kvcore": json.dumps({"fusion": fusion})}
 
 
-def preload(model: str) -> None:
+def preload(model: str) -> Collection[str] | None:
     """Import what an engine for ``model`` on a CPU imports, for forks of this process.
 
-    Starts nothing.
+    Starts nothing. Return the architectures of small models if only those are imported.
     """
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    _import_one_model(architecture_of(model))
+    small = _import_small_models(architecture_of(model))
     from sglang.srt.entrypoints import engine  # noqa: F401
 
     with contextlib.suppress(UnsupportedError):  # an older SGLang has no linkers
         import kvcore_sglang.linker  # noqa: F401
+    return list(MODEL_MODULES) if small else None
 
 
 def run(descriptor: int) -> None:
