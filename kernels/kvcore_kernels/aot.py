@@ -1,6 +1,7 @@
 """Compile every kernel in its shipped configurations, without a GPU, and report its resources.
 
-    python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--json FILE] [--table]
+    python -m kvcore_kernels.aot [--target sm_90 ...] [--kernel copy ...] [--build NAME ...]
+                                 [--json FILE] [--table]
 
 Each build is one line: registers per thread, bytes of shared memory, bytes spilled to memory per
 thread, scalar registers kept in lanes of vector registers (on AMD; they cost an instruction but no
@@ -179,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kernel", nargs="*", help="builds whose names begin with this (default: all)"
     )
+    parser.add_argument("--build", nargs="*", help="builds of exactly these names (default: all)")
     parser.add_argument("--json", type=Path, help="also write the table here")
     parser.add_argument(
         "--table", action="store_true", help="print the table in Markdown at the end"
@@ -186,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     wanted = tuple(options.kernel or [""])
     builds = [build for build in shipped() if build.name.startswith(wanted)]
+    if options.build is not None:
+        builds = [build for build in builds if build.name in options.build]
     table = list(_compiled(options.target, builds))
     if options.json:
         rows: list[dict[str, Any]] = [usage._asdict() for usage in table]

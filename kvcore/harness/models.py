@@ -108,6 +108,7 @@ def tiny_model(
     max_positions: int = 8192,
     sliding_window: int = 256,
     seed: int = 0,
+    vocabulary: int | None = None,
     cache_dir: Path | None = None,
 ) -> Path:
     """Make a random checkpoint in the cache, with SmolLM2's tokenizer, and return its folder.
@@ -123,6 +124,8 @@ def tiny_model(
             others have full attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
             Ignored by architectures without a window.
+        vocabulary: number of tokens; None means as many as the tokenizer has. A small one is for
+            engines that are given tokens: each answer multiplies its hidden state by all of them.
 
     Raises:
         UnsupportedError: `arch` is not in `ARCHITECTURES`.
@@ -131,7 +134,9 @@ def tiny_model(
         raise UnsupportedError(
             f"no tiny model of architecture {arch!r}: choose one of {', '.join(ARCHITECTURES)}"
         )
-    shape = _Shape(arch, layers, heads, kv_heads, head_dim, max_positions, sliding_window, seed)
+    shape = _Shape(
+        arch, layers, heads, kv_heads, head_dim, max_positions, sliding_window, seed, vocabulary
+    )
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
     target = root / f"tiny-{arch}-{shape.digest}-r{REVISION}"
@@ -304,6 +309,7 @@ class _Shape:
         max_positions: int,
         sliding_window: int,
         seed: int,
+        vocabulary: int | None = None,
     ) -> None:
         self.arch = arch
         self.seed = seed
@@ -318,6 +324,8 @@ class _Shape:
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": False,
         }
+        if vocabulary is not None:
+            self.common["vocab_size"] = vocabulary
 
     @property
     def digest(self) -> str:
@@ -443,7 +451,7 @@ def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
     hf: Any = transformers
     origin = json.loads((tokenizer / "config.json").read_text())
     tokens = {name: origin.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-    config = _CONFIGS[shape.arch](shape, **shape.common, **tokens, pad_token_id=0)
+    config = _CONFIGS[shape.arch](shape, **{**tokens, **shape.common}, pad_token_id=0)
     model = hf.AutoModelForCausalLM.from_config(config)
     _spread(model, torch.Generator().manual_seed(shape.seed))
     model.to(torch.bfloat16).save_pretrained(folder)

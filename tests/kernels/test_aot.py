@@ -1,7 +1,8 @@
 """Shipped configurations compile for every GPU served, without one, and spill nothing.
 
-All of them for one GPU of each maker; for the others one of each kernel, and the largest attention:
-all for all take two minutes of a core, and are what ``python -m kvcore_kernels.aot`` compiles.
+`make test` compiles a covering set: every build for some GPU, and every kernel, type, size and
+trait for every GPU. All for all take two minutes of a core; `make test-all` and
+``python -m kvcore_kernels.aot`` compile them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from typing import Any
 
 import pytest
 
-WHOLE = ["sm_90", "gfx942"]
-PART = ["sm_80", "sm_100"]
-SAMPLE = [
-    "copy wide", "bounded copy wide", "shift bf16 128 n", "attend bf16 128",
-    "attend bf16 256 window", "balance", "choose", "keep", "smooth",
-    "deviation bf16 576", "merge wide", "pack e4m3 256", "unpack e4m3 256",
-    "sums",
-]  # fmt: skip
+from support.cover import cover
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def covering() -> dict[str, list[str]]:
+    """Return the names of builds to compile for each GPU. A name's words are what a build has."""
+    from kvcore_kernels.builds import shipped
+
+    rows = {
+        (build.name, target): {build.name, *((word, target) for word in build.name.split())}
+        for target in TARGETS
+        for build in shipped()
+        if target in (build.targets or TARGETS)
+    }
+    chosen = cover(rows)
+    return {target: [name for name, at in chosen if at == target] for target in TARGETS}
+
 
 # In processes of their own: in this one the kernels are interpreted.
 
@@ -36,14 +47,23 @@ def run(*arguments: str, interpret: bool = False) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
-@pytest.fixture(scope="module", params=[*WHOLE, *PART])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((target, "covering") for target in TARGETS),
+        *(pytest.param((target, "all"), marks=pytest.mark.exhaustive) for target in TARGETS),
+    ],
+    ids="-".join,
+)
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    target, which = request.param
     path: Path = tmp_path_factory.mktemp("aot") / "table.json"
-    chosen = [] if request.param in WHOLE else ["--kernel", *SAMPLE]
-    done = run("--target", request.param, *chosen, "--json", str(path))
+    chosen = ["--build", *covering()[target]] if which == "covering" else []
+    done = run("--target", target, *chosen, "--json", str(path))
     assert path.exists(), done.stdout + done.stderr
     rows = json.loads(path.read_text())
-    return {"rows": rows, "returncode": done.returncode, "least": 10 if chosen else 40}
+    least = len(chosen) - 1 if chosen else 50
+    return {"rows": rows, "returncode": done.returncode, "least": least}
 
 
 def test_no_build_spills(table: dict[str, Any]) -> None:

@@ -95,8 +95,16 @@ def _made(values: str, name: str) -> dict[str, str]:
 
 
 def rendered(values: Mapping[str, Any], name: str = "kvcore") -> list[dict[str, Any]]:
-    """Return the resources that Helm makes of the chart with pinned images."""
-    made = [found for path, found in text(values, name).items() if path != "NOTES.txt"]
+    """Return the resources that Helm makes of the chart with pinned images.
+
+    They are read once: copy one before you change it.
+    """
+    return _read(json.dumps(merged(PINNED, values)), name)
+
+
+@cache
+def _read(values: str, name: str) -> list[dict[str, Any]]:
+    made = [found for path, found in _made(values, name).items() if path != "NOTES.txt"]
     return [found for each in made for found in yaml.load_all(each, LOADER) if found]
 
 

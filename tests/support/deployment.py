@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def tool(name: str) -> Any:
         if os.environ.get("REQUIRE_REMOTE_STORES"):
             raise
         return pytest.skip(f"{name} is not installed")
+
+
+def check_schema(resource: dict[str, Any]) -> None:
+    """Assert that a resource is one of Kubernetes, without fields that it does not know."""
+    _kubernetes().validate(resource, KUBERNETES, strict=True)
+
+
+@cache
+def _kubernetes() -> Any:
+    """Return the validator, made to read each schema once. It reads megabytes for each resource."""
+    package = tool("kubernetes_validate")
+    package.utils.schema_contents = cache(package.utils.schema_contents)
+    return package
 
 
 def release_tool(name: str) -> str:

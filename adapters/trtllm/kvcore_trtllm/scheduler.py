@@ -249,14 +249,14 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     def _bring(self, wanted: Iterable[tuple[Hit, int]]) -> bool:
         """Load each hit's blocks up to the given one into host memory.
 
-        Waits for them for at most `trtllm.stage_wait_s` in all. Returns True if there was a load to
-        wait for.
+        Waits for them for at most `trtllm.stage_wait_s` in all, and not beyond the deadline at
+        which loads are abandoned. Returns True if there was a load to wait for.
         """
         staged = [self._stage(hit, last) for hit, last in wanted]
         graphs = [graph_id for graph_id in staged if graph_id is not None]
         if self._lane is None:
             return False
-        limit = time.monotonic() + self._config.trtllm.stage_wait_s
+        limit = time.monotonic() + min(self._config.trtllm.stage_wait_s, self._deadline_s)
         for graph_id in graphs:
             self.manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
         return bool(graphs)

@@ -161,6 +161,12 @@ class Driver(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[frozenset[Capability]]
+    vocabulary: ClassVar[int | None] = None
+    """Number of tokens that the kit's models have. None means as many as their tokenizer has.
+
+    An engine that never uses the tokenizer takes a small number, which saves most of the time that
+    it spends on logits.
+    """
 
     @abstractmethod
     def start(self, setup: Setup) -> Engine:

@@ -125,7 +125,7 @@ class Kit(AbstractContextManager["Kit"]):
         self.store = store
         self.folder = folder
         self.partners = tuple(partners)
-        self.model = model or tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+        self.model = model or self.tiny_model()
         config = json.loads((self.model / "config.json").read_text())
         self.vocabulary = int(config["vocab_size"])
         self._running: tuple[str, Engine] | None = None
@@ -144,6 +144,13 @@ class Kit(AbstractContextManager["Kit"]):
             self._plain = None
         for driver in (self.driver, *self.partners):
             driver.close()
+
+    def tiny_model(self, *, layers: int = 4, seed: int = 0) -> Path:
+        """Return the folder of a random model. The kit's own is the default one."""
+        return tiny_model(
+            "llama", layers=layers, heads=4, kv_heads=2, head_dim=64, seed=seed,
+            vocabulary=self.driver.vocabulary,
+        )  # fmt: skip
 
     # -- prompts ----------------------------------------------------------------------------
 

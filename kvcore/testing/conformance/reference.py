@@ -119,6 +119,7 @@ def _wishes(ask: Ask) -> FusionOptions | None:
 class ReferenceDriver(Driver):
     name: ClassVar[str] = "reference"
     capabilities: ClassVar[frozenset[Capability]] = frozenset(Capability)
+    vocabulary: ClassVar[int | None] = 512
     engine_type: ClassVar[type[ReferenceEngine]] = ReferenceEngine
 
     def start(self, setup: Setup) -> Engine:

@@ -280,6 +280,18 @@ def test_a_restart_finds_what_was_on_disk(make: Make, reference: Any, disk: dict
     assert loaded(second) == 288
 
 
+def stuck_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads of tiers end when this is set, or after a minute."""
+    late, read = threading.Event(), kvcore_worker.TierRead.run
+
+    def slow(*given: Any) -> Any:
+        late.wait(timeout=60)
+        return read(*given)
+
+    monkeypatch.setattr(kvcore_worker.TierRead, "run", slow)
+    return late
+
+
 def test_what_comes_late_serves_the_next_request(
     make: Make, reference: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,13 +301,7 @@ def test_what_comes_late_serves_the_next_request(
     settle(first)
     first.close()
     second = make({**disk, "trtllm": {"stage_wait_s": 0}})
-    late, read = threading.Event(), kvcore_worker.TierRead.run
-
-    def slow(*given: Any) -> Any:
-        late.wait(timeout=60)
-        return read(*given)
-
-    monkeypatch.setattr(kvcore_worker.TierRead, "run", slow)
+    late = stuck_reads(monkeypatch)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert loaded(second) == 0
     late.set()
@@ -303,6 +309,23 @@ def test_what_comes_late_serves_the_next_request(
     before = loaded(second)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert loaded(second) - before == 288
+
+
+def test_a_read_that_hangs_is_waited_for_until_loads_are_abandoned(
+    make: Make, reference: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tokens(1, 300)
+    first = make(disk)
+    first.generate([prompt], 1)
+    settle(first)
+    first.close()
+    patient = {"trtllm": {"stage_wait_s": 3600}, "transfer": {"load_deadline_s": 0.2}}
+    second = make({**disk, **patient})
+    late = stuck_reads(monkeypatch)
+    assert second.generate([prompt], ANSWER) == [reference(prompt)]
+    assert loaded(second) == 0, "the lookup waited for the read"
+    late.set()
+    settle(second)
 
 
 def test_two_ranks_bring_it_for_the_next_request(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcore.connector.page_table import (
     PageUsers,
@@ -200,6 +200,13 @@ class PageUsersMachine(RuleBasedStateMachine):
         if last:
             del self.known[graph]
         assert self.users.ended(OpReport(graph, op, {})) == last
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def ends(self, data: st.DataObject) -> None:
+        """An op that runs ends. By chance, graphs that share a page hardly ever end one by one."""
+        graph = data.draw(st.sampled_from(sorted(self.known)))
+        self.ended(graph, data.draw(st.sampled_from(sorted(self.known[graph][1]))))
 
     @invariant()
     def in_use(self) -> None:

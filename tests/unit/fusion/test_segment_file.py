@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -12,8 +13,9 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,7 +351,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     def waits(file: int, data: bytes, offset: int) -> int:
         if offset:
             assert threading.current_thread() is not main
-            event.wait(60)
+            assert event.wait(60), "the test waits for a write that waits for it"
         return write(file, data, offset)
 
     monkeypatch.setattr(os, "pwrite", waits)
@@ -357,15 +359,38 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-def test_no_call_waits_for_the_disk(path: Path, stuck: threading.Event) -> None:
+@contextlib.contextmanager
+def nothing_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this block, whatever waits in this thread fails, however short the wait is."""
+    caller = threading.get_ident()
+
+    def checked(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            assert threading.get_ident() != caller, f"the caller waits in {wait}"
+            return wait(*args, **options)
+
+        return call
+
+    waits = [(threading.Condition, "wait"), (threading.Thread, "join"), (time, "sleep"),
+             (os, "fsync"), (os, "fdatasync")]  # fmt: skip
+    with monkeypatch.context() as patch:
+        for owner, name in waits:
+            patch.setattr(owner, name, checked(getattr(owner, name)))
+        yield
+
+
+def test_no_call_waits_for_the_disk(
+    path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(31)
     prompts = [text(rng, 160) for _ in range(5)]
     segments = reopened(path)
-    for prompt in prompts:
-        stored(segments, prompt)
-        assert segments.find(SPACE, prompt, everything)
-    segments.clear()
-    keys = stored(segments, prompts[0])
+    with nothing_waits(monkeypatch):
+        for prompt in prompts:
+            stored(segments, prompt)
+            assert segments.find(SPACE, prompt, everything)
+        segments.clear()
+        keys = stored(segments, prompts[0])
     stuck.set()
     segments.close()
     segments.close()

@@ -95,7 +95,8 @@ def test_other_shapes_have_other_names() -> None:
         return models._Shape("llama", **{**shape, **changed}).digest
 
     assert digest() == digest()
-    assert len({digest(), digest(seed=1), digest(layers=3), digest(kv_heads=4)}) == 4
+    others = [digest(seed=1), digest(layers=3), digest(kv_heads=4), digest(vocabulary=512)]
+    assert len({digest(), *others}) == 5
 
 
 def test_an_unknown_architecture_is_named_with_the_known() -> None:

@@ -10,29 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvcore.config import load_config
 from kvcore.config.walk import node_at
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from support.deployment import (
     DEPLOY,
-    KUBERNETES,
     MANIFESTS,
     ROOT,
     SETTINGS,
     WITH_PODS,
     check_parts,
+    check_schema,
     documents,
-    tool,
 )
+from support.together import for_every
 from tools.release import project
 
 # -- settings -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", SETTINGS, ids=lambda path: str(path.relative_to(DEPLOY)))
+@for_every(SETTINGS)
 def test_settings_are_of_the_schema_and_their_plugins_exist(path: Path) -> None:
     config = load_config(path, env={})
     PluginManager().check(config)
@@ -61,18 +59,17 @@ def test_variables_are_settings() -> None:
 # -- formats --------------------------------------------------------------------------------
 
 
-def resources() -> list[Any]:
-    return [
-        pytest.param(found, id=f"{path.name}-{found['kind']}-{found['metadata']['name']}")
-        for path in MANIFESTS
-        if path.name != "kustomization.yaml"
-        for found in documents(path)
-    ]
+RESOURCES = {
+    f"{number} of {path.name}, {found['kind']}": found
+    for path in MANIFESTS
+    if path.name != "kustomization.yaml"
+    for number, found in enumerate(documents(path))
+}
 
 
-@pytest.mark.parametrize("resource", resources())
+@for_every(RESOURCES)
 def test_manifests_are_kubernetes(resource: dict[str, Any]) -> None:
-    tool("kubernetes_validate").validate(resource, KUBERNETES, strict=True)
+    check_schema(resource)
 
 
 def pods() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -213,7 +210,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("row", SIZES, ids=lambda row: row[0])
+@for_every({row[0]: row for row in SIZES})
 def test_bytes_of_a_token_are_those_of_the_layout(row: list[str]) -> None:
     layers, heads, dim, parts = map(int, row[1:5])
     shape = BlockShape(layers, heads, dim, 16, row[5], kv_factor=parts)

@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,20 @@ from support.chart import (
     rendered,
     text,
 )
-from support.deployment import DEPLOY, KUBERNETES, SETTINGS, WITH_PODS, check_parts, documents, tool
+from support.deployment import (
+    DEPLOY,
+    SETTINGS,
+    WITH_PODS,
+    check_parts,
+    check_schema,
+    documents,
+    tool,
+)
+from support.together import for_every
 
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
-variants = pytest.mark.parametrize("values", VARIANTS.values(), ids=VARIANTS.keys())
+variants = for_every(VARIANTS)
 
 
 @variants
@@ -53,7 +64,7 @@ def test_what_the_chart_makes_is_kubernetes(values: dict[str, Any]) -> None:
     found = rendered(values)
     for resource in found:
         if not resource["apiVersion"].startswith("monitoring.coreos.com/"):
-            tool("kubernetes_validate").validate(resource, KUBERNETES, strict=True)
+            check_schema(resource)
     names = [(resource["kind"], resource["metadata"]["name"]) for resource in found]
     assert len(set(names)) == len(names)
     check_parts(found)
@@ -97,7 +108,8 @@ def test_the_chart_makes_the_manifests(values: dict[str, Any], files: list[str])
 
 
 def without_optional_secrets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the resources with the variables that a smallest secret leads to."""
+    """Return copies of the resources with the variables that a smallest secret leads to."""
+    found = deepcopy(found)
     for resource in found:
         if resource["kind"] in WITH_PODS:
             for container in resource["spec"]["template"]["spec"]["containers"]:
@@ -107,6 +119,9 @@ def without_optional_secrets(found: list[dict[str, Any]]) -> list[dict[str, Any]
                     if not variable.get("valueFrom", {}).get("secretKeyRef", {}).get("optional")
                 ]
     return found
+
+
+plugins = cache(PluginManager)
 
 
 @variants
@@ -126,7 +141,7 @@ def test_settings_that_the_chart_makes(values: dict[str, Any], tmp_path: Path) -
         env = {v["name"]: v.get("value", "x" * 32) for v in container["env"]}
         configs[who] = load_config(tmp_path / name, env=env)
         assert f"/etc/kvcore/{name}" in [*container.get("command", []), *container.get("args", [])]
-        PluginManager().check(configs[who])
+        plugins().check(configs[who])
     served = values.get("server", {}).get("enabled", True)
     assert configs.keys() == ({"engine", "server"} if served else {"engine"})
     owner = configs["server" if served else "engine"]
@@ -198,27 +213,25 @@ def test_what_a_pod_is_given_beside(values: str) -> None:
     assert "block" not in tomllib.loads(told.get("server.toml", ""))
 
 
-@variants
-def test_engines_of_the_chart_start_with_their_arguments(
-    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_the_chart_start_with_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some values lead to the same command. It is run once."""
     [entry] = [line for line in DOCKERFILE.splitlines() if line.startswith("ENTRYPOINT")]
-    [container] = [
-        container
-        for resource in rendered(values)
-        if resource["kind"] == "StatefulSet" and resource["metadata"]["name"] == "kvcore-engine"
-        for container in resource["spec"]["template"]["spec"]["containers"]
-    ]
+    wanted: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for values in VARIANTS.values():
+        [container] = part(rendered(values), "engine")["containers"]
+        line = (*json.loads(entry.removeprefix("ENTRYPOINT")), *container["args"])
+        wanted.setdefault(line, set()).add(tuple(values.get("engine", {}).get("args", ())))
     asked: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(serve, "load", lambda file, assignments: None)
     monkeypatch.setattr(serve, "run", lambda command: None)
     monkeypatch.setattr(
         serve, "command", lambda model, config, engine, args: asked.append((model, args))
     )
-    program, *line = [*json.loads(entry.removeprefix("ENTRYPOINT")), *container["args"]]
-    told = CliRunner().invoke(app, line)
-    assert (program, told.exit_code, told.output) == ("kvcore", 0, "")
-    assert asked == [("$(MODEL)", values.get("engine", {}).get("args", []))]
+    for (program, *line), [args] in wanted.items():
+        told = CliRunner().invoke(app, line)
+        assert (program, told.exit_code, told.output) == ("kvcore", 0, "")
+        assert asked.pop() == ("$(MODEL)", list(args))
+        assert not asked
 
 
 def leaves(values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -263,7 +276,7 @@ SPECIAL: dict[tuple[str, ...], Any] = {
 ALL = [path for path in leaves(VALUES) if path != ("allowTags",)]  # it matters without a digest
 
 
-@pytest.mark.parametrize("path", ALL, ids=".".join)
+@for_every({".".join(path): path for path in ALL})
 def test_every_value_changes_something(path: tuple[str, ...]) -> None:
     value: Any = VALUES
     for name in path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_checkov_finds_no_fault_with_what_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_checkov_finds_a_fault_where_there_is_one(tmp_path: Path) -> None:
-    [engine] = [found for found in rendered({}) if found["kind"] == "StatefulSet"]
+    [engine] = [deepcopy(found) for found in rendered({}) if found["kind"] == "StatefulSet"]
     pod = engine["spec"]["template"]["spec"]
     pod["containers"][0]["securityContext"]["capabilities"] = {}
     (tmp_path / "engine.yaml").write_text(yaml.safe_dump(engine))

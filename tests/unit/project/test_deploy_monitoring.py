@@ -6,11 +6,10 @@ import json
 import re
 from typing import Any
 
-import pytest
-
 from kvcore.errors import Mismatch
 from kvcore.telemetry.metrics import SPECS, Kind, MissReason, SaveSkip
 from support.deployment import DEPLOY, ROOT, documents, tool
+from support.together import for_every
 
 ADDED_LABELS = {"instance", "job", "model_name", "engine", "le"}
 """By Prometheus when it scrapes, by vLLM, and by a histogram's buckets."""
@@ -53,7 +52,7 @@ def parsed(expression: str) -> Any:
     return tool("promql_parser").parse(plain)
 
 
-@pytest.mark.parametrize("expression", expressions())
+@for_every(expressions())
 def test_every_metric_and_label_is_one_that_is_exported(expression: str) -> None:
     known = exported()
     names = set(re.findall(r"\bkvcore_\w+", expression))
@@ -69,7 +68,7 @@ def test_every_metric_and_label_is_one_that_is_exported(expression: str) -> None
             assert set(values.split("|")) <= LABEL_VALUES[label], "no such value"
 
 
-@pytest.mark.parametrize("expression", expressions())
+@for_every(expressions())
 def test_every_expression_is_promql(expression: str) -> None:
     parser = tool("promql_parser")
     found: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -164,16 +165,23 @@ def test_without_gpu_or_sanitizer_nothing_runs_under_it(
     assert [kind for kind, *_ in found(tmp_path)] == ["left out"] * 2
 
 
-@pytest.mark.parametrize("cases", sanitizer.CASES.values())
-def test_every_choice_of_cases_is_of_some_tests(cases: str) -> None:
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "--collect-only", "-q", "-k", cases]
+COLLECT = """
+import sys, pytest
+for number, cases in enumerate(sys.argv[1:]):
+    print("choice", number)
+    pytest.main(["tests/gpu", "--collect-only", "-q", "-p", "no:cacheprovider", "-k", cases])
+"""
+"""Collects several times in one process: the imports take the time."""
+
+
+def test_every_choice_of_cases_is_of_some_tests() -> None:
     env = {
         **os.environ,
         "GPU_TESTS_ON": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    done = subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=ROOT, env=env, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert any("::" in line for line in done.stdout.splitlines()), done.stdout + done.stderr
+    command = [sys.executable, "-c", COLLECT, *sanitizer.CASES.values()]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    found = re.split(r"^choice \d+$", done.stdout, flags=re.MULTILINE)[1:]
+    assert len(found) == len(sanitizer.CASES), done.stdout + done.stderr
+    assert all("::" in each for each in found), done.stdout + done.stderr

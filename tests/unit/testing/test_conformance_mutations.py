@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 
 from kvcore.connector.page_table import Paging
 from kvcore.fusion import ops
-from kvcore.harness.models import tiny_model
 from kvcore.manager.base import Lane
 from kvcore.memory.layout import KVView
 from kvcore.model.keys import Namespace
@@ -170,7 +169,7 @@ def fails(tmp_path: Path) -> Callable[..., None]:
 
     def check(driver: Driver, name: str, partners: Sequence[Driver] = ()) -> None:
         [case] = [one for one in CASES if one.name == name]
-        with Kit(driver, tmp_path, model=small(), partners=partners) as kit:
+        with Kit(driver, tmp_path, partners=partners) as kit:
             assert not case.lacks(kit)
             with pytest.raises(
                 AssertionError, match=r"differ|oracle|were stored|wrote|another model|\{0: 0"
@@ -178,10 +177,6 @@ def fails(tmp_path: Path) -> Callable[..., None]:
                 case.run(kit)
 
     return check
-
-
-def small() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture

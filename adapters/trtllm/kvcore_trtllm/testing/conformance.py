@@ -153,6 +153,7 @@ class TrtllmDriver(Driver):
         Capability.PREEMPTION,
         Capability.STAGES,
     }
+    vocabulary: ClassVar[int | None] = 512
 
     def start(self, setup: Setup) -> Engine:
         return InHarness(setup)

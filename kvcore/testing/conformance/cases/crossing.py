@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from kvcore.harness.models import tiny_model
 from kvcore.testing.conformance.cases.equality import hits, prompts
 from kvcore.testing.conformance.driver import Ask, Capability, Driver
 from kvcore.testing.conformance.kit import Kit, case
@@ -135,14 +134,13 @@ def apart(kit: Kit, seed: int, **other: Any) -> None:
 @case("crossing")
 def another_model_is_apart(kit: Kit) -> None:
     """An engine with a model of another shape finds nothing."""
-    apart(kit, 6900, model=tiny_model("llama", layers=2, heads=4, kv_heads=2, head_dim=64))
+    apart(kit, 6900, model=kit.tiny_model(layers=2))
 
 
 @case("crossing")
 def another_revision_is_apart(kit: Kit) -> None:
     """An engine with other weights of the same shape finds nothing."""
-    other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=1)
-    apart(kit, 7000, model=other)
+    apart(kit, 7000, model=kit.tiny_model(seed=1))
 
 
 @case("crossing")
