@@ -2,7 +2,9 @@
 
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,32 @@ settings.register_profile("ci", settings.get_profile("kvcore"), derandomize=True
 settings.load_profile("kvcore")
 
 
+KEPT = ("KVCORE__LOG__", "KVCORE__EXPLAIN__", "KVCORE__TRACE__")
+"""Settings that show what a failing test does (CONTRIBUTING.md). Others do not reach a test."""
+FOLDER = "KVCORE__SERVER__FOLDER"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _leave_the_machine_alone()
+    _take_cores()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+
+
+def _leave_the_machine_alone() -> None:
+    """Let neither settings nor a server of this machine's user reach a test or its children.
+
+    The default folder of a server, in which engines without one keep notes too, is this run's own.
+    """
+    for name in [name for name in os.environ if name.startswith("KVCORE_")]:
+        if not name.startswith(KEPT):
+            del os.environ[name]
+    os.environ[FOLDER] = tempfile.mkdtemp(prefix="kvcore-tests-")
+
+
+def _take_cores() -> None:
     """Workers that run side by side get cores of their own, and so do the engines they start: two
     engines that share cores wait for each other's threads at every barrier."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
