@@ -6,6 +6,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +37,17 @@ def _leave_the_machine_alone() -> None:
     """Let neither settings nor a server of this machine's user reach a test or its children.
 
     The default folder of a server, in which engines without one keep notes too, is this run's own.
+    Models are kept in the user's cache, or in this run's folder if the cache cannot be written.
     """
     for name in [name for name in os.environ if name.startswith("KVCORE_")]:
         if not name.startswith(KEPT):
             del os.environ[name]
     os.environ[FOLDER] = tempfile.mkdtemp(prefix="kvcore-tests-")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK):
+        os.environ["XDG_CACHE_HOME"] = os.environ[FOLDER]
 
 
 def _take_cores() -> None:

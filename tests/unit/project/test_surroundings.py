@@ -15,12 +15,14 @@ INNER = """
 import os
 from kvcore.config import load_config
 from kvcore.config.paths import folder_of
+from kvcore.harness.models import model_cache
 
 def test_inner():
     config = load_config()
     assert config.host.capacity != 7 << 20
     assert config.log.level == "debug"
     assert str(folder_of(config.server)) != "/run/theirs"
+    os.makedirs(model_cache(), exist_ok=True)
 """
 
 
@@ -34,6 +36,7 @@ def test_a_server_and_its_notes_are_where_this_run_has_them() -> None:
 def test_settings_of_the_user_reach_no_test_but_those_that_show_what_it_does(
     tmp_path: Path,
 ) -> None:
+    """And a home that cannot be written is not needed."""
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_inner.py").write_text(INNER)
     theirs = {
@@ -41,6 +44,8 @@ def test_settings_of_the_user_reach_no_test_but_those_that_show_what_it_does(
         "KVCORE__HOST__CAPACITY": "7MiB",
         "KVCORE__SERVER__FOLDER": "/run/theirs",
         "KVCORE__LOG__LEVEL": "debug",
+        "HOME": "/proc/none",
+        "XDG_CACHE_HOME": "/proc/none/cache",
     }
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
