@@ -113,8 +113,8 @@ def peer(start: Start, network: Network) -> Store:
     return Store("peer", {"peers": nodes, "lend": "16MiB"})
 
 
-STORES = {"redis": redis, "mooncake": mooncake, "peer": peer}
-WITH_SERVERS = ("redis", "mooncake")
+STORES = {"peer": peer, "mooncake": mooncake, "redis": redis}
+WITH_SERVERS = ("mooncake", "redis")
 _faults: Counter[str] = Counter()
 
 
