@@ -21,33 +21,40 @@ settings.load_profile("kvcore")
 
 KEPT = ("KVCORE__LOG__", "KVCORE__EXPLAIN__", "KVCORE__TRACE__")
 """Settings that show what a failing test does (CONTRIBUTING.md). Others do not reach a test."""
-FOLDER = "KVCORE__SERVER__FOLDER"
+OWN = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _leave_the_machine_alone()
-    _take_cores()
+    _take_cores()  # before kvcore is imported, which remembers them
+    config.stash[OWN] = Path(tempfile.mkdtemp(prefix="kvcore-tests-"))
+    _leave_the_machine_alone(config.stash[OWN])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+    shutil.rmtree(config.stash[OWN], ignore_errors=True)
 
 
-def _leave_the_machine_alone() -> None:
-    """Let neither settings nor a server of this machine's user reach a test or its children.
+def _leave_the_machine_alone(own: Path) -> None:
+    """Let neither settings nor a server of this machine's user reach a test.
 
-    The default folder of a server, in which engines without one keep notes too, is this run's own.
-    Models are kept in the user's cache, or in this run's folder if the cache cannot be written.
+    The default folder of a server, in which engines without one keep notes too, is in ``own``. An
+    engine in a child process has the user's. Models are kept in the user's cache, or in ``own`` if
+    the cache cannot be written.
     """
     for name in [name for name in os.environ if name.startswith("KVCORE_")]:
         if not name.startswith(KEPT):
             del os.environ[name]
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="kvcore-tests-")
+    with suppress(ImportError):  # the packages of settings may be missing on a machine with a GPU
+        from kvcore.config import paths
+
+        paths.RUN, paths.MEMORY = own / "run", own / "shm"
+        for folder in (paths.RUN, paths.MEMORY):
+            folder.mkdir(mode=0o755)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
     if not os.access(cache, os.W_OK):
-        os.environ["XDG_CACHE_HOME"] = os.environ[FOLDER]
+        os.environ["XDG_CACHE_HOME"] = str(own)
 
 
 def _take_cores() -> None:

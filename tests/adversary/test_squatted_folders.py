@@ -204,7 +204,7 @@ def places(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def by_default() -> Any:
     tables = settings(Path("/")).model_dump(mode="json", include={"host", "server"})
     del tables["server"]["folder"]
-    return load_config(None, tables)
+    return load_config(None, tables, env={})
 
 
 @needs_root
