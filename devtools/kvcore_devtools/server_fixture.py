@@ -30,6 +30,7 @@ from kvcore.testing.waiting import PATIENCE_S, until
 __all__ = [
     "RunningServer",
     "blocking_requests",
+    "expire",
     "follows",
     "hurry",
     "serve",
@@ -58,11 +59,18 @@ def blocking_requests(keeper: SessionKeeper) -> list[ServerRequest]:
 
 
 def hurry(keeper: SessionKeeper) -> None:
-    """Let a client wait only moments for its server from now on, because the server has ended.
+    """Let a client wait only moments for a reply from now on, because its server has ended.
 
     Until then a client is patient, because a busy machine may take seconds for an answer.
     """
     keeper._config = keeper._config.model_copy(update={"deadline_s": 0.2})
+
+
+def expire(keeper: SessionKeeper) -> None:
+    """Let a client take its server, which has ended, for gone after moments and not after a lease.
+
+    A client without a server asks nothing. Call it after what is said of a client that still waits.
+    """
     if (member := keeper.member) is not None:
         member.welcome = msgspec.structs.replace(member.welcome, lease_s=0.2)
     keeper._poke.set()

@@ -21,6 +21,7 @@ from kvcore.transfer.graph import RowError, UnitTable
 from kvcore_devtools.server_fixture import (
     RunningServer,
     blocking_requests,
+    expire,
     hurry,
     serve,
     settings,
@@ -274,6 +275,7 @@ def test_a_server_killed_under_traffic_costs_a_deadline_and_comes_back_with_its_
     assert len(asked) <= 1, "one deadline, then nothing is asked"
     serving.settle()
     serving.check_integrity()
+    expire(manager.keeper)
     until(lambda: manager.keeper.member is None)
     assert serve(serving, prompts[0]) == (plain(prompts[0]), {})
 
@@ -306,7 +308,7 @@ def test_a_clear_that_no_server_heard_outlives_its_engine(
         manager = remote(ending)
         until(lambda: saved(manager, 96))
         server.kill()
-        hurry(manager.keeper)
+        expire(manager.keeper)
         until(lambda: manager.keeper.member is None)
         assert manager.clear() == 0
     process()
