@@ -2,16 +2,16 @@
 
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-
-from kvcore.harness import recorded
-from support.suite_table import SuiteTable
 
 # Two busy cores: a slow example is the machine's doing, and a flaky deadline tells nothing.
 settings.register_profile("kvcore", deadline=None, print_blob=True)
@@ -27,21 +27,60 @@ ANSWERS = Path(__file__).parent / "answers"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--answers",
-        choices=[mode.value for mode in recorded.Mode],
-        default=recorded.Mode.USE.value,
+        choices=["use", "record", "verify"],
+        default="use",
         help="answers of engines without kvcore: use the files, record what is missing, or verify",
     )
     parser.addoption("--table", type=Path, help="note seconds and engine starts in this folder")
 
 
+KEPT = ("KVCORE__LOG__", "KVCORE__EXPLAIN__", "KVCORE__TRACE__")
+"""Settings that show what a failing test does (CONTRIBUTING.md). Others do not reach a test."""
+OWN = pytest.StashKey[Path]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    _take_cores()  # before kvcore is imported, which remembers them
+    config.stash[OWN] = Path(tempfile.mkdtemp(prefix="kvcore-tests-"))
+    _leave_the_machine_alone(config.stash[OWN])
+    from kvcore.harness import recorded
+
+    mode = recorded.Mode(config.getoption("--answers"))
+    recorded.use(recorded.Answers(ANSWERS, mode))
     if (folder := config.getoption("--table")) is not None:
+        from support.suite_table import SuiteTable
+
         config.pluginmanager.register(SuiteTable(folder))
-    recorded.use(recorded.Answers(ANSWERS, recorded.Mode(config.getoption("--answers"))))
-    _give_cores()
 
 
-def _give_cores() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[OWN], ignore_errors=True)
+
+
+def _leave_the_machine_alone(own: Path) -> None:
+    """Let neither settings nor a server of this machine's user reach a test.
+
+    The default folder of a server, in which engines without one keep notes too, is in ``own``. An
+    engine in a child process has the user's. Models are kept in the user's cache, or in ``own`` if
+    the cache cannot be written.
+    """
+    for name in [name for name in os.environ if name.startswith("KVCORE_")]:
+        if not name.startswith(KEPT):
+            del os.environ[name]
+    with suppress(ImportError):  # the packages of settings may be missing on a machine with a GPU
+        from kvcore.config import paths
+
+        paths.RUN, paths.MEMORY = own / "run", own / "shm"
+        for folder in (paths.RUN, paths.MEMORY):
+            folder.mkdir(mode=0o755)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcore"
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK):
+        os.environ["XDG_CACHE_HOME"] = str(own)
+
+
+def _take_cores() -> None:
     """Workers that run side by side get cores of their own, and so do the engines they start: two
     engines that share cores wait for each other's threads at every barrier."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
@@ -58,6 +97,8 @@ def _give_cores() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """`make test PYTEST="-k name"` runs two parts: nothing of that name in one is no failure."""
+    from kvcore.harness import recorded
+
     recorded.save()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.keyword:
         session.exitstatus = pytest.ExitCode.OK

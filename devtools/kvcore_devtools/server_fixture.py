@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from kvcore.cli.server import status
 from kvcore.config import Config, load_config
 from kvcore.events import Subscriber
@@ -28,7 +30,9 @@ from kvcore.testing.waiting import PATIENCE_S, until
 __all__ = [
     "RunningServer",
     "blocking_requests",
+    "expire",
     "follows",
+    "hurry",
     "serve",
     "server_process",
     "settings",
@@ -52,6 +56,24 @@ def blocking_requests(keeper: SessionKeeper) -> list[ServerRequest]:
 
     keeper.link.ask = noting  # type: ignore[method-assign]
     return asked
+
+
+def hurry(keeper: SessionKeeper) -> None:
+    """Let a client wait only moments for a reply from now on, because its server has ended.
+
+    Until then a client is patient, because a busy machine may take seconds for an answer.
+    """
+    keeper._config = keeper._config.model_copy(update={"deadline_s": 0.2})
+
+
+def expire(keeper: SessionKeeper) -> None:
+    """Let a client take its server, which has ended, for gone after moments and not after a lease.
+
+    A client without a server asks nothing. Call it after what is said of a client that still waits.
+    """
+    if (member := keeper.member) is not None:
+        member.welcome = msgspec.structs.replace(member.welcome, lease_s=0.2)
+    keeper._poke.set()
 
 
 def settings(folder: Path, **tables: Any) -> Config:

@@ -98,24 +98,27 @@ _FIRST_PORT = 10_000
 _reserved: list[socket.socket] = []
 
 
-def free_port() -> int:
-    """Return a port that nothing else uses as long as this process lives.
+def free_port(count: int = 1) -> int:
+    """Return the first of ``count`` successive ports that nothing else uses.
 
-    It is outside the range from which the kernel assigns ports, and reserved among processes that
-    call this function.
+    They are this process's as long as it lives: they are outside the range from which the kernel
+    assigns ports, and reserved among processes that call this function.
     """
     first_given = _first_given()
     for _ in range(10_000):
-        port = secrets.randbelow(first_given - _FIRST_PORT) + _FIRST_PORT
-        mark = socket.socket(socket.AF_UNIX)
+        port = secrets.randbelow(first_given - count - _FIRST_PORT) + _FIRST_PORT
+        marks: list[socket.socket] = []
         try:
-            mark.bind(f"\0kvcore-port-{port}")  # an abstract socket, which ends with the process
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", port))
+            for each in range(port, port + count):
+                marks.append(socket.socket(socket.AF_UNIX))
+                marks[-1].bind(f"\0kvcore-port-{each}")  # abstract: it ends with the process
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", each))
         except OSError:
-            mark.close()
+            for mark in marks:
+                mark.close()
             continue
-        _reserved.append(mark)
+        _reserved.extend(marks)
         return port
     raise AssertionError(f"no port of {_FIRST_PORT}..{first_given} is free")
 

@@ -33,7 +33,7 @@ from kvcore.control.pins import Pins
 from kvcore.control.queries import Queries
 from kvcore.control.selection import Selection, Selections
 from kvcore.control.tenants import Tenants
-from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics
 
@@ -193,9 +193,12 @@ class Control:
             counts = {"prompts": job.prompts, "kept": job.kept, "failed": job.failed}
             self._finish(command, who, reply, self._queries.size(job.moved) | counts)
 
-        def on_abandon(job: Job) -> None:
-            self._audit.end(who, command_name(command), "abandoned", blocks=job.moved)
-            reply(UnsupportedError("the process ends; a part of it was done"))
+        def on_abandon(job: Job, why: KVCoreError) -> None:
+            self._count(command, "abandoned")
+            self._audit.end(
+                who, command_name(command), "abandoned", blocks=job.moved, why=str(why)[:MAX_REASON]
+            )
+            reply(why)
 
         self._jobs.begin(command, on_end, on_abandon)
 

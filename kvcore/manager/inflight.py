@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcore._util.circuit_breaker import TierBreakers
@@ -138,6 +138,11 @@ class Flights:
     def reads(self) -> dict[str, tuple[int, int]]:
         """(operations, blocks) that are read or queued, by the tier that they come from."""
         return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
+
+    def num_ops(self, graph_ids: Iterable[int]) -> int:
+        """Return how many ops of these graphs have not ended. Graphs that have ended have none."""
+        found = (self._flights.get(graph_id) for graph_id in graph_ids)
+        return sum(len(flight.waiting) for flight in found if flight is not None)
 
     # -- staging ----------------------------------------------------------------------------
 

@@ -67,22 +67,22 @@ class Loader:
 
     def prefetch(
         self, hit: Hit, *, deadline_s: float | None = None, on_end: Callable[[], object]
-    ) -> bool:
+    ) -> int | None:
         """Load what lower tiers hold of ``hit`` into the host tier, as far as it has room.
 
-        Returns False if nothing was launched: the blocks are in the host tier already or in no
-        tier, or there is no room. ``on_end`` is then never called.
+        Returns the id of the graph. Returns None if nothing was launched: the blocks are in the
+        host tier already or in no tier, or there is no room. ``on_end`` is then never called.
         """
         start = self._index.held(HOST, hit.keys)
         if start >= hit.depth or self._flights.full:
-            return False
+            return None
         flight = Flight(hit.keys, start)
         sources = [source for source in hit.sources if source.tier != HOST]
         flight.pins = [self._index.pin(tier, hit.keys[stop - 1]) for tier, _, stop in sources]
         promoted = self._promote(hit, start, hit.depth)
         if not promoted:
             self._flights.release(flight)
-            return False
+            return None
         flight.on_end.append(on_end)
         blocks = Span(start, promoted[-1].stop)
         rows = []
@@ -101,7 +101,7 @@ class Loader:
         )
         _assign(flight, graph, promoted)
         self._flights.launch(flight, graph)
-        return True
+        return graph.graph_id
 
     def _plan(
         self,

@@ -138,18 +138,18 @@ class Offloader:
 
     def write(
         self, tier: str, keys: Sequence[bytes], namespace: bytes, *, on_end: Callable[[], object]
-    ) -> bool:
+    ) -> int | None:
         """Write to a lower tier the blocks of ``keys`` that the host tier holds and it lacks.
 
-        Returns False if nothing was launched, as `Loader.prefetch` does.
+        Returns the id of the graph, or None if nothing was launched, as `Loader.prefetch` does.
         """
         if self._flights.full:
-            return False
+            return None
         graph = self._spill(self._backing[tier], keys, namespace, len(keys))
         if graph is None:
-            return False
+            return None
         self._flights.when_ended(graph.graph_id, on_end)
-        return True
+        return graph.graph_id
 
     def offer(self, keys: Sequence[bytes], namespace: bytes, stop: int) -> None:
         """Count a use of ``keys[:stop]``, and write to each selective tier what it now admits."""

@@ -284,7 +284,7 @@ class Metrics:
         self._set("kvcore_tenant_quota_bytes", most, tenant, tier)
 
     def ordered(self, order: str, outcome: str) -> None:
-        """Count an operator's order, whose outcome is "done" or "refused"."""
+        """Count an operator's order, whose outcome is "done", "refused" or "abandoned"."""
         self._add("kvcore_control_orders_total", 1, order, outcome)
 
     def sessions(self, model: str, count: int) -> None:

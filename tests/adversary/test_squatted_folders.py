@@ -17,6 +17,7 @@ from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import load_config, paths
 from kvcore.control import commands as o
 from kvcore.errors import ConfigError, TierUnavailable
+from kvcore.server import session
 from kvcore.server.messages import StatusRequest
 from kvcore.server.pending_clears import PendingClears
 from kvcore.server.rpc import Link
@@ -106,8 +107,11 @@ def test_an_engine_does_not_join_another_users_server(
 
 
 @needs_root
-def test_a_folder_that_was_replaced_is_not_joined_again(shm: Path) -> None:
+def test_a_folder_that_was_replaced_is_not_joined_again(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine was joined to its own server before, and is joined again when that is back."""
+    monkeypatch.setattr(session, "MISFIT_RETRY_S", 0.2)
     folder = shm / "kv"
     config = settings(folder, server={"deadline_s": 0.1, "lease_s": 0.5})
     own, prompt = RunningServer(config), words(1, 100)
@@ -200,7 +204,7 @@ def places(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def by_default() -> Any:
     tables = settings(Path("/")).model_dump(mode="json", include={"host", "server"})
     del tables["server"]["folder"]
-    return load_config(None, tables)
+    return load_config(None, tables, env={})
 
 
 @needs_root

@@ -205,7 +205,7 @@ class ManagerRig:
 
         return self.manager.launch_save(keys, NAMESPACE, len(keys), computed)
 
-    def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> bool:
+    def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> int | None:
         hit = self.manager.get_match(keys, NAMESPACE)
         return self.manager.loader.prefetch(hit, on_end=on_end)
 

@@ -108,9 +108,9 @@ def candidates(
 
 
 def leases_last(candidates: tuple[Candidate, Candidate]) -> bool:
-    """Whether both keep what they have for the time of two leases."""
+    """Whether both keep what they have for longer than a lease that is not renewed lasts."""
     first = [candidate.last for candidate in candidates]
-    time.sleep(2 * TTL_S)
+    time.sleep(1.2 * TTL_S)
     return all(
         {look.lease for look in candidate.looks if look.after >= begin.after} == {begin.lease}
         for candidate, begin in zip(candidates, first, strict=True)

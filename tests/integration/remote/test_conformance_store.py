@@ -19,7 +19,13 @@ need_client("redis")
     ("engine", "partner", "passed"),
     [
         ("trtllm", "reference", {"both-ways-through-a-store"}),
-        ("reference", "reference", {"both-ways-through-a-store", "any-size-through-a-store"}),
+        pytest.param(
+            "reference",
+            "reference",
+            {"both-ways-through-a-store", "any-size-through-a-store"},
+            # Sizes cross a disk in tests/unit/testing, and a store in test_hosts.
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_kv_crosses_through_a_store(

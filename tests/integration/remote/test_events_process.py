@@ -308,11 +308,12 @@ def test_a_process_that_hangs_is_killed_and_started_anew(
     rigged: Callable[..., ProcessRig], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rigged(queue_blocks=256)
-    rig.process.STALL_S, rig.process.BACKOFF_S = 3.0, 0.1
+    rig.process.BACKOFF_S = 0.1
     consumer = rig.consumer()
     rig.store(1, 2, 3)
     rig.agree(consumer, "not told")
-    pid = rig.pid
+    pid, patience = rig.pid, rig.process.STALL_S
+    rig.process.STALL_S = 0.5
     stop(pid)
     n = 10
 
@@ -323,6 +324,7 @@ def test_a_process_that_hangs_is_killed_and_started_anew(
         return rig.process.pid not in (None, pid)
 
     until(replaced, "it is waited for")
+    rig.process.STALL_S = patience
     assert state(pid) == ""
     rig.agree(consumer, "the second tells nothing")
     assert lines(caplog, f"process {pid} has read nothing") == 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ pytest.importorskip("zmq")
 
 from kvcore.control import commands as o
 from kvcore.control.audit import AuditLog
+from kvcore.control.jobs import SILENT_S
 from kvcore.errors import CapacityError, ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 from kvcore.manager import HOST
 from kvcore.model.keys import KeyChain, pack_tokens
@@ -19,9 +21,10 @@ from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir
-from kvcore.testing.waiting import until
+from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import OpReport
 from kvcore_devtools.server_fixture import settings, words
+from support.clock import Clock
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 BLOCK = SHAPE.nbytes
@@ -323,6 +326,72 @@ def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
     ticking(space, lambda: told)
     assert (told[0]["blocks"], told[0]["failed"]) == (len(keys), 0)
     assert_in_host(space, keys)
+
+
+class Hanging:
+    """A disk whose writes, or reads, stand still until they are let go. Time is the test's own."""
+
+    def __init__(self, space: ModelCache, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = space._transport.worker.tiers["disk"]
+        move = getattr(disk, call)
+        self.begun, self.go_on, self.clock = threading.Event(), threading.Event(), Clock(0.0)
+
+        def hang(requests: Any) -> Any:
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE_S)
+            return move(requests)
+
+        monkeypatch.setattr(disk, call, hang)
+        monkeypatch.setattr(space.control._jobs, "_clock", self.clock)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "call"),
+    [
+        (o.MoveBlocks(o.BlockFilter(tenant="ann", tier=HOST), "disk"), "write"),
+        (o.PrefetchBlocks(o.BlockFilter(tenant="ann")), "read"),
+    ],
+    ids=["move", "prefetch"],
+)
+def test_a_tier_that_hangs_is_told_and_holds_up_no_later_order(
+    opened: Open, audit: Path, monkeypatch: pytest.MonkeyPatch, wanted: Any, call: str
+) -> None:
+    space = opened(write="selective", admit_after=255)
+    ann, bob = save(space, "ann", words(1, 80)), save(space, "bob", words(2, 80))
+    if call == "read":
+        order(space, o.MoveBlocks(o.BlockFilter(tenant="ann", tier=HOST), "disk"))
+    hanging = Hanging(space, call, monkeypatch)
+    told: list[Any] = []
+    space.control.begin(wanted, WHO, told.append)
+    ticking(space, hanging.begun.is_set)
+    hanging.clock.now += SILENT_S - 1
+    space.tick()
+    assert not told, "a slow tier is waited for"
+    hanging.clock.now += 2
+    space.tick()
+    [why] = told
+    assert isinstance(why, TierUnavailable)
+    assert "no transfer of it has ended in 120 s" in str(why)
+    assert lines(audit)[-1]["state"] == "abandoned"
+    told = order(space, o.PrefetchBlocks(o.BlockFilter(tenant="bob")))
+    assert told["failed"] == 0, "another may begin"
+    hanging.go_on.set()
+    ticking(space, lambda: not space.background)
+    if call == "write":
+        assert depths(space, ann) == (5, 4), "the op that had begun came, and the other was dropped"
+    assert depths(space, bob)[0] == 5
+    assert order(space, wanted)["failed"] == 0
+
+
+def test_a_move_to_a_tier_that_is_left_alone_is_answered(opened: Open) -> None:
+    space = opened(write="selective", admit_after=255)
+    ann = save(space, "ann", words(1, 80))
+    breaker = space.manager.tiers.breakers.writes["disk"]
+    for _ in range(3):
+        breaker.failed()
+    told = order(space, o.MoveBlocks(o.BlockFilter(tenant="ann", tier=HOST), "disk"))
+    assert (told["blocks"], told["kept"], told["failed"]) == (0, 5, 1)
+    assert depths(space, ann) == (5, 0)
 
 
 def test_metrics_have_a_series_a_tenant_and_count_orders(opened: Open) -> None:

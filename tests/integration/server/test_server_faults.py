@@ -18,7 +18,15 @@ from kvcore.server.runtime_dir import GRAPH_BITS
 from kvcore.testing.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import RowError, UnitTable
-from kvcore_devtools.server_fixture import RunningServer, blocking_requests, serve, settings, words
+from kvcore_devtools.server_fixture import (
+    RunningServer,
+    blocking_requests,
+    expire,
+    hurry,
+    serve,
+    settings,
+    words,
+)
 from kvcore_devtools.servers import stand_still
 
 Start = Callable[[Config], RunningServer]
@@ -114,8 +122,8 @@ def test_an_engine_killed_in_the_middle_of_a_load_leaves_no_pin(
 def test_an_engine_that_only_stands_still_keeps_what_its_copies_use(
     start: Start, client: Any, folder: Path
 ) -> None:
-    server = start(settings(folder, server={"lease_s": 5.0}))
-    stopped = client(seed=1, lease_s=5.0)
+    server = start(settings(folder, server={"lease_s": 2.0}))
+    stopped = client(seed=1, lease_s=2.0)
     stand_still(stopped.pid)
     [held] = until(lambda: [s for s in sessions(server) if s["silent"]])
     assert held["graphs"] == 1, "its copy may go on at any time"
@@ -260,12 +268,14 @@ def test_a_server_killed_under_traffic_costs_a_deadline_and_comes_back_with_its_
     requests = [serving.submit(prompt, 6) for prompt in prompts * 3]
     serving.step()
     server.kill()
+    hurry(manager.keeper)
     asked = blocking_requests(manager.keeper)
     serving.run()
     assert [request.answer for request in requests] == [plain(prompt) for prompt in prompts] * 3
     assert len(asked) <= 1, "one deadline, then nothing is asked"
     serving.settle()
     serving.check_integrity()
+    expire(manager.keeper)
     until(lambda: manager.keeper.member is None)
     assert serve(serving, prompts[0]) == (plain(prompts[0]), {})
 
@@ -298,6 +308,7 @@ def test_a_clear_that_no_server_heard_outlives_its_engine(
         manager = remote(ending)
         until(lambda: saved(manager, 96))
         server.kill()
+        expire(manager.keeper)
         until(lambda: manager.keeper.member is None)
         assert manager.clear() == 0
     process()

@@ -25,6 +25,7 @@ from kvcore_devtools import disagg_proxy
 from kvcore_devtools.server_fixture import (
     RunningServer,
     blocking_requests,
+    hurry,
     serve,
     server_process,
     settings,
@@ -195,6 +196,7 @@ def test_a_node_that_is_away_costs_its_silence(node: Any, engine: Any, plain: An
     here.kill()
     assert decode(answering, prompts[1], promises[1]) == (plain(prompts[1]), {})
     wait_until_idle(there.folder)
+    hurry(remote(computing).keeper)
     alone = computing.submit(prompts[2], 6)
     computing.run()
     assert (alone.answer, alone.promised) == (plain(prompts[2]), None)
@@ -211,6 +213,7 @@ def test_a_server_that_is_killed_while_its_engine_waits(
     answering = engine(there.config, promise_s=FOREVER_S)
     request = waiting(answering, other, never)
     there.kill()
+    hurry(remote(answering).keeper)
     asked = blocking_requests(remote(answering).keeper)
     answering.run()
     assert (request.answer, request.reused) == (plain(other), {})

@@ -17,7 +17,7 @@ from kvcore.server.runtime_dir import SessionLock
 from kvcore.testing.conformance.driver import Ask, Driver, Engine, Setup, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, blocking_requests, words
+from kvcore_devtools.server_fixture import RunningServer, blocking_requests, expire, hurry, words
 
 ANSWER = 6
 Start = Callable[[Config], RunningServer]
@@ -150,6 +150,7 @@ def test_a_promise_holds_when_the_server_ends_behind_it(
     [worker] = engine._harness.workers  # type: ignore[attr-defined]
     monkeypatch.setattr(worker_module, "KEPT_S", 0.0)
     until(lambda: not worker._side._worker._session)  # and in the end it is given back
+    expire(manager.keeper)
     until(lambda: manager.keeper.member is None)
     assert serve(engine, prompts[1]) == (plain(prompts[1]), {}), "there is nothing to reuse"
 
@@ -205,7 +206,7 @@ def test_a_promise_costs_no_more_than_a_deadline_when_the_server_hangs(
     server.server.step = hang  # type: ignore[method-assign]
     assert hangs.wait(timeout=60), "until then it answers"
     keeper = leader(engine).manager.keeper
-    keeper._config = keeper._config.model_copy(update={"deadline_s": 0.5})
+    hurry(keeper)
     asked = blocking_requests(keeper)
     for prompt in prompts:
         assert serve(engine, prompt) == (plain(prompt), {})

@@ -23,3 +23,9 @@ def test_no_two_processes_are_given_one_port() -> None:
         other.communicate(b"\n")
     assert len({*theirs, *ours}) == 600
     socket.create_server(("127.0.0.1", ours[0])).close()
+
+
+def test_successive_ports_are_all_reserved() -> None:
+    """A node has a port for each rank."""
+    first = [free_port(3) for _ in range(200)]
+    assert len({port + more for port in first for more in range(3)} | {free_port()}) == 601
