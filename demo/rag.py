@@ -27,7 +27,7 @@ from rich.table import Table
 from kvcore.errors import KVCoreError
 from kvcore.harness.compare import ENGINES, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, token_nbytes
 
 RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange")
@@ -158,10 +158,13 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
     longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
+    dtype = "auto" if Path("/proc/driver/nvidia/version").exists() else "float32"
     args = engine_arguments(
         options.engine,
-        dtype="auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
+        dtype=dtype,
         request_tokens=longest,
+        cached_tokens=4 * (longest + 256),
+        token_nbytes=token_nbytes(model, dtype),
         batch_tokens=max(longest, 2048),
     )
     if options.attention:
@@ -206,7 +209,7 @@ def _blended(
 ) -> Iterator[Answer]:
     """Answer every prompt in every way, with an engine that has seen only the pages."""
     config = keep_on_reset(
-        options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+        options.engine, {"host": {"capacity": "2GiB"}, "fusion": {"enabled": True, **settings}}
     )
     log = options.results / "engine-rag.log"
     with EngineProcess(model, engine=options.engine, kvcore=config, log=log, **args) as engine:

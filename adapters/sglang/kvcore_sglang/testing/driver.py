@@ -25,9 +25,16 @@ from typing import Any  # noqa: E402
 from prometheus_client import CollectorRegistry  # noqa: E402
 
 from kvcore.errors import UnsupportedError  # noqa: E402
-from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples  # noqa: E402
+from kvcore.harness.driver import (  # noqa: E402
+    KV_ON_A_CPU,
+    EngineDriver,
+    Prompt,
+    Stopwatch,
+    samples,
+)
 from kvcore.harness.driver import run as answer_calls  # noqa: E402
 from kvcore.harness.engine_forks import architecture as architecture_of  # noqa: E402
+from kvcore.harness.models import token_nbytes  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -96,7 +103,7 @@ class Driver(EngineDriver):
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            engine_args = {**CPU_SETTINGS, **engine_args}
+            engine_args = {**CPU_SETTINGS, **bounded(model, engine_args)}
             if self._cores is None:
                 _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
             _import_one_model(architecture)
@@ -275,6 +282,14 @@ class _Collected:
 
 def _fork_processes() -> None:
     """Make this process's children forks of it, although SGLang asks to spawn them.
+
+def bounded(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with a size of the engine's pool if they have none."""
+    if engine_args.keys() & {"max_total_tokens", "mem_fraction_static"}:
+        return engine_args
+    each = token_nbytes(model, engine_args.get("dtype", "auto"))
+    return {**engine_args, "max_total_tokens": KV_ON_A_CPU // each}
+
 
     On a CPU every flush runs the garbage collector. The modules that are imported here are frozen,
     so that it does not walk them.

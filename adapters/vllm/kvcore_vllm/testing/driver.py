@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples
+from kvcore.harness.driver import KV_ON_A_CPU, EngineDriver, Prompt, Stopwatch, samples
 from kvcore.harness.driver import run as answer_calls
 from kvcore_vllm.testing import rig
 
@@ -73,8 +73,7 @@ class Driver(EngineDriver):
             if "kv_cache_memory_bytes" in engine_args:
                 os.environ.pop(SPACE_VARIABLE, None)  # it would be taken instead
             else:
-                # By default vLLM takes nearly all memory, and fails to start if other programs run.
-                os.environ.setdefault(SPACE_VARIABLE, "4")
+                os.environ.setdefault(SPACE_VARIABLE, str(KV_ON_A_CPU >> 30))
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
             rig.keep(asynchronous, piecewise)
