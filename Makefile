@@ -14,6 +14,8 @@ RELEASE := .venvs/release/bin
 # Each once, the longest test first: at the end it would leave a core idle.
 SGLANG_TESTS := tests/engines/test_sglang_ttft.py tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
+# The files of tests that need every core. Collecting all the others too takes 16 s.
+ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 # Two targets at a time; the output of each in one piece.
@@ -88,7 +90,7 @@ test-all: MORE = env-vllm-0.31
 test test-all:
 	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
 	@$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)"
-	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(PYTEST)
+	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" $(PYTEST)
 
 # Two parts of `make test`, which makes the environments. SGLang's run comes first, because its last
 # test takes longer than the other run's, and test-beside has the idle core meanwhile.
