@@ -54,6 +54,7 @@ class Prompt:
     traceparent: str | None
     promise: dict[str, Any] | None = None
     image_uuid: str | None = None
+    likeliest: int = 0
 
 
 class Stopwatch:

@@ -147,7 +147,8 @@ class Driver(EngineDriver):
                 **wishes,
             },
             rid=prompt.request_id,
-            return_logprob=prompt.logprobs,
+            return_logprob=prompt.logprobs or prompt.likeliest > 0,
+            top_logprobs_num=prompt.likeliest,
             stream=True,
             cache_salt=prompt.cache_salt,
             external_trace_header=trace,
@@ -265,6 +266,7 @@ class _Collected:
     def reply(self, kvcore: dict[str, Any]) -> dict[str, Any]:
         reason = self.meta.get("finish_reason") or {}
         logprobs = self.meta.get("output_token_logprobs") or []
+        likeliest = (self.meta.get("output_top_logprobs") or [None])[0] or []
         sources = self.meta.get("cached_tokens_details") or {}
         return {
             "request_id": self.request_id,
@@ -276,12 +278,10 @@ class _Collected:
             "finish_reason": reason.get("type"),
             "kvcore": kvcore,
             "logprobs": [logprob for logprob, *_ in logprobs],
+            "likeliest": [(token, logprob) for logprob, token, *_ in likeliest],
             "sources": {name: n for name, n in sources.items() if isinstance(n, int)},
         }
 
-
-def _fork_processes() -> None:
-    """Make this process's children forks of it, although SGLang asks to spawn them.
 
 def bounded(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments, with a size of the engine's pool if they have none."""
@@ -290,6 +290,9 @@ def bounded(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
     each = token_nbytes(model, engine_args.get("dtype", "auto"))
     return {**engine_args, "max_total_tokens": KV_ON_A_CPU // each}
 
+
+def _fork_processes() -> None:
+    """Make this process's children forks of it, although SGLang asks to spawn them.
 
     On a CPU every flush runs the garbage collector. The modules that are imported here are frozen,
     so that it does not walk them.

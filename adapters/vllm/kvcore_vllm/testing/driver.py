@@ -113,7 +113,7 @@ class Driver(EngineDriver):
             temperature=0.0,
             max_tokens=prompt.max_tokens,
             ignore_eos=prompt.ignore_eos,
-            logprobs=0 if prompt.logprobs else None,
+            logprobs=prompt.likeliest or (0 if prompt.logprobs else None),
             output_kind=RequestOutputKind.DELTA,
             extra_args=self._extra_args(prompt.fusion, prompt.promise),
         )
@@ -188,6 +188,7 @@ class _Collected:
         self.token_ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[float] = []
+        self.likeliest: list[tuple[int, float]] = []
         self.last: Any = None
 
     def add(self, output: Any) -> None:
@@ -196,6 +197,8 @@ class _Collected:
         self.watch.note(len(self.token_ids))
         self.text.append(choice.text)
         for token, candidates in zip(choice.token_ids, choice.logprobs or ()):  # noqa: B905
+            if not self.logprobs and len(candidates) > 1:
+                self.likeliest = [(other, each.logprob) for other, each in candidates.items()]
             self.logprobs.append(candidates[token].logprob)
         self.last = output
 
@@ -211,6 +214,7 @@ class _Collected:
             "finish_reason": self.last.outputs[0].finish_reason if self.last else None,
             "kvcore": params.get("kvcore") or {},
             "logprobs": self.logprobs,
+            "likeliest": self.likeliest,
         }
 
 
