@@ -11,11 +11,16 @@ VENV := .venvs/vllm
 RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 RELEASE := .venvs/release/bin
-# Each once, the longest test first: at the end it would leave a core idle.
-SGLANG_TESTS := tests/engines/test_sglang_ttft.py tests/engines/test_sglang*.py
+SGLANG_TESTS := tests/engines/test_sglang*.py
 ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
+# The files of tests that need every core. Collecting all the others too takes 16 s.
+ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
+# Two targets at a time; the output of each in one piece.
+TWO_LANES := $(MAKE) --no-print-directory -j 2 --output-sync=target
+# The longest first: pip needs one core each.
+ENVIRONMENTS := env env-sglang env-release env-compat
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py tools/gpu tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
@@ -23,13 +28,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-engines test-beside test-compat test-unit test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
-	@echo "make test        the environments, the engines and all tests (most of an hour)"
+	@echo "make test        the environments, the engines and all tests (about half an hour)"
 	@echo "make test-all    those, and the variants that they leave out (over an hour)"
 	@echo "make answers     records anew what engines without kvcore answer, in tests/answers"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
@@ -60,9 +65,8 @@ env-vllm-%: env
 env-sglang-%: env-sglang
 	@$(PYTHON) tools/env.py sglang-$*
 
-# Two at a time: pip needs one core each.
 env-all:
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target env env-release env-sglang env-compat
+	@$(TWO_LANES) $(ENVIRONMENTS)
 
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
@@ -78,30 +82,44 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
-# Answers of engines without kvcore are read from tests/answers. Nightly, engines are asked again.
-test: CHOSEN = not exhaustive
-test-all: ANSWERS = --answers=verify
+# Both cores are busy: what needs one of them runs in two lanes, pytest has a worker on each, and
+# what needs no engine runs beside the engines, whenever they wait.
+CHOSEN = not exhaustive
+# Answers of engines without kvcore are read from tests/answers. Nightly, the engines are asked again.
+ANSWERS = use
+test-all: ANSWERS = verify
 test-all: CHOSEN = exhaustive or not exhaustive
-test-all: env-vllm-0.31
-test test-all: env-all
-	$(VENV)/bin/lint-imports
-	$(SITE)
-	$(RUN) -m kvcore.harness.models smollm2
-	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" $(ANSWERS) $(PYTEST)
-	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(ANSWERS) $(PYTEST)
-	$(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" $(ANSWERS) $(PYTEST)
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(ANSWERS) $(PYTEST)
+test-all: MORE = env-vllm-0.31
+test test-all:
+	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
+	@$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS)
+	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST)
+
+# Two parts of `make test`, which makes the environments. SGLang's run comes first, because its last
+# test takes longer than the other run's, and test-beside has the idle core meanwhile.
+test-engines:
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST)
+	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST)
+
+test-beside:
+	@said=$$(nice -n 19 $(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST) 2>&1); \
+	code=$$?; echo "$$said"; exit $$code
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.harness.models smollm2
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "not exhaustive" $(PYTEST)
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
+
+model: env
+	$(RUN) -m kvcore.harness.models smollm2
+
+imports: env
+	$(VENV)/bin/lint-imports
 
 # From nothing: what no test asks for any more is left out.
-answers: env-all
+answers: env-all model
 	rm -rf tests/answers
-	$(RUN) -m kvcore.harness.models smollm2
-	$(RUN) -m pytest tests/engines tests/adversary $(ELSEWHERE) $(SPREAD) -m "engine and not exhaustive" --answers=record $(PYTEST)
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "not exhaustive" --answers=record $(PYTEST)
+	@$(MAKE) --no-print-directory test-engines ANSWERS=record
+	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)

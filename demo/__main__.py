@@ -26,7 +26,7 @@ from demo.phases import OWN, Answer, Demo, Settings
 from demo.report import plot, rows, save_json, table
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness.compare import ENGINES
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, token_nbytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,12 +112,7 @@ def _settle(options: argparse.Namespace, model: Path | str, disk: Path) -> tuple
             f"conversations of up to {longest} tokens, but {Path(model).name} takes {limit}: "
             f"lower --tokens, --turns or --answer-tokens"
         )
-    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-    dim = getattr(hf_config, "head_dim", None) or (
-        hf_config.hidden_size // hf_config.num_attention_heads
-    )
     dtype = options.dtype or _dtype()
-    width = 4 if dtype == "float32" else 2
     settings = Settings(
         model=model,
         engine=options.engine,
@@ -126,7 +121,7 @@ def _settle(options: argparse.Namespace, model: Path | str, disk: Path) -> tuple
         answer_tokens=options.answer_tokens,
         dtype=dtype,
         max_model_len=longest,
-        kv_bytes_per_token=hf_config.num_hidden_layers * 2 * heads * dim * width,
+        kv_bytes_per_token=token_nbytes(model, dtype),
         results=options.results,
         disk=disk,
     )

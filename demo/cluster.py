@@ -33,7 +33,7 @@ from kvcore._util.optional import client_module
 from kvcore.errors import KVCoreError, TransferError, UnsupportedError
 from kvcore.harness.compare import counted, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, token_nbytes
 from kvcore_devtools.hosts import Host, Network
 from kvcore_devtools.servers import Start, mooncake_lender, mooncake_master, redis_like, servers
 
@@ -168,8 +168,6 @@ def _settle(options: argparse.Namespace) -> tuple[Setting, list[list[int]]]:
 
     model = options.model or smollm2()
     config = AutoConfig.from_pretrained(model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     conversations = Conversations(
         AutoTokenizer.from_pretrained(model), options.documents, options.tokens
     )
@@ -181,10 +179,9 @@ def _settle(options: argparse.Namespace) -> tuple[Setting, list[list[int]]]:
             f"prompts of up to {longest} tokens, but {Path(model).name} takes {limit}: "
             "lower --tokens"
         )
-    width = 4 if options.dtype == "float32" else 2
-    token_nbytes = config.num_hidden_layers * 2 * heads * dim * width
+    width = token_nbytes(model, options.dtype)
     setting = Setting(
-        model, options.dtype, options.store, max(longest, 512), token_nbytes, options.results
+        model, options.dtype, options.store, max(longest, 512), width, options.results
     )
     return setting, prompts
 

@@ -4,17 +4,22 @@ Pages of Python's language reference, each with a fact in its middle, are warmed
 own. Then come questions about the facts, each behind the pages in another order, so that a prefix
 cache has the first page at most. Each prompt is answered in full by the same engine without kvcore,
 and then blended at several ratios.
+
+The table compares each way with the full prefill: how far its distribution of the first token is
+(KL, in nats), how much of the answer is the same, and how many of the facts that the full prefill
+finds are found. A small model misses facts in a full prefill too. Those are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -27,13 +32,18 @@ from rich.table import Table
 from kvcore.errors import KVCoreError
 from kvcore.harness.compare import ENGINES, engine_arguments, keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, token_nbytes
 
-RATIOS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+RATIOS = (0.0, 0.15, 0.3, 0.5, 1.0)
+LIKELIEST = 256
+"""Tokens whose probabilities are compared. The others count as one."""
 COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange")
 THINGS = ("vault", "gate", "cellar", "tower", "archive", "workshop", "cabinet", "lift")
 FULL = "full prefill, no connector"
 PREFIX = "prefix cache only"
+LEGEND = """KL: how far the first token's distribution is from that of the full prefill.
+Same tokens: share of its answer before the first token that differs.
+Facts found: of those that the full prefill finds."""
 
 Bar = Callable[[str, int], None]
 """Called with what is being done and the number of steps just completed."""
@@ -60,6 +70,8 @@ class Answer:
     """Share of rows times layers of the prompt's context that was computed."""
     found: bool
     """True if the answer contains the fact."""
+    likeliest: dict[int, float]
+    """Log-probabilities of the most likely first tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +82,14 @@ class Row:
     ttft_s: float
     speed_up: float
     share: float
-    found: float
-    """Share of the answers that contain the fact."""
+    divergence: float
+    """Mean divergence of the first token from the full prefill's, in nats (`divergence`)."""
     agreement: float
     """Mean share of the answer's tokens before the first that differs from the full prefill's."""
+    found: int
+    """Facts found, of those that the full prefill finds."""
+    known: int
+    """Facts that the full prefill finds."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,8 +108,10 @@ def main(arguments: list[str] | None = None) -> int:
         f"{os.cpu_count()} CPUs"
     )
     console.print(table(title, rows))
+    console.print(LEGEND, highlight=False)
     plot(options.results / "rag.png", title, rows)
-    content = {"rows": [vars(row) for row in rows], "answers": [vars(a) for a in answers]}
+    told = [{**vars(a), "likeliest": list(a.likeliest.items())} for a in answers]
+    content = {"rows": [vars(row) for row in rows], "answers": told}
     (options.results / "rag.json").write_text(json.dumps(content, indent=1) + "\n")
     wrong = [row.way for row in rows if row.way in (PREFIX, _way(1.0)) and row.agreement < 1]
     if wrong:
@@ -107,12 +125,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", default=None, help="a folder or a hub name; by default SmolLM2-135M-Instruct")
     add("--engine", default="vllm", choices=ENGINES, help="must be installed here (vllm)")
     add("--chunks", type=int, default=4, help="pages in a prompt (4)")
-    add("--tokens", type=int, default=480, help="length of a page (480)")
-    add("--prompts", type=int, default=4, help="questions asked (4)")
+    add("--tokens", type=int, default=320, help="length of a page (320)")
+    add("--prompts", type=int, default=12, help="questions asked (12)")
     add("--gate", type=float, help="also run with this bound of the quality gate (fusion.gate)")
     add("--attention", help="the engine's attention backend (its own choice)")
     add("--no-overlap", action="store_true", help="SGLang without its overlap schedule")
-    add("--answer-tokens", type=int, default=24, help="length of an answer (24)")
+    add("--answer-tokens", type=int, default=12, help="length of an answer (12)")
     add("--results", type=Path, default=Path("results"), help="for table, plot and JSON (results)")
     options = parser.parse_args(arguments)
     for name in ("chunks", "tokens", "prompts", "answer_tokens"):
@@ -158,12 +176,17 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
     model = options.model or smollm2()
     pages, asked = prompts(AutoTokenizer.from_pretrained(model), options)
     longest = max(len(prompt.tokens) for prompt in asked) + options.answer_tokens
+    dtype = "auto" if Path("/proc/driver/nvidia/version").exists() else "float32"
     args = engine_arguments(
         options.engine,
-        dtype="auto" if Path("/proc/driver/nvidia/version").exists() else "float32",
+        dtype=dtype,
         request_tokens=longest,
+        cached_tokens=4 * (longest + 256),
+        token_nbytes=token_nbytes(model, dtype),
         batch_tokens=max(longest, 2048),
     )
+    if options.engine == "vllm":
+        args["max_logprobs"] = LIKELIEST
     if options.attention:
         args["attention_backend"] = options.attention
     if options.no_overlap:
@@ -178,10 +201,10 @@ def _answers(options: argparse.Namespace, console: Console) -> Iterator[Answer]:
 
         log = options.results / "engine-rag-full.log"
         with EngineProcess(model, engine=options.engine, log=log, **args) as engine:
-            engine.generate([list(range(100, 400))], max_tokens=2)
+            _warm_up(engine)
             for number, prompt in enumerate(asked):
                 engine.reset_prefix_cache()
-                [got] = engine.generate([prompt.tokens], options.answer_tokens)
+                [got] = engine.generate([prompt.tokens], options.answer_tokens, likeliest=LIKELIEST)
                 yield _answer(FULL, number, got, prompt)
                 bar("answering in full", 1)
         blends = [(_way(r), {"ratio": r}) for r in RATIOS]
@@ -206,20 +229,28 @@ def _blended(
 ) -> Iterator[Answer]:
     """Answer every prompt in every way, with an engine that has seen only the pages."""
     config = keep_on_reset(
-        options.engine, {"host": {"capacity": "4GiB"}, "fusion": {"enabled": True, **settings}}
+        options.engine, {"host": {"capacity": "2GiB"}, "fusion": {"enabled": True, **settings}}
     )
     log = options.results / "engine-rag.log"
     with EngineProcess(model, engine=options.engine, kvcore=config, log=log, **args) as engine:
         bar("warming pages", 0)
+        _warm_up(engine)
         for page in pages:
             engine.generate([page], max_tokens=1)
             bar("warming pages", 1)
         for number, prompt in enumerate(asked):
             for way, wishes in ways:
                 engine.reset_prefix_cache()
-                [got] = engine.generate([prompt.tokens], options.answer_tokens, fusion=wishes)
+                [got] = engine.generate(
+                    [prompt.tokens], options.answer_tokens, fusion=wishes, likeliest=LIKELIEST
+                )
                 yield _answer(way, number, got, prompt)
                 bar("blending", 1)
+
+
+def _warm_up(engine: EngineProcess) -> None:
+    """Have the engine do what it does once, with text that no prompt contains."""
+    engine.generate([list(range(100, 400))], max_tokens=2, likeliest=LIKELIEST)
 
 
 def _way(ratio: float) -> str:
@@ -230,14 +261,23 @@ def _answer(way: str, number: int, got: Generation, prompt: Prompt) -> Answer:
     fusion = got.kvcore.get("fusion", {})
     made = fusion.get("recomputed_share")
     share = 1 - got.cached_tokens / len(prompt.tokens) if made is None else made
-    found = prompt.code in got.text
-    return Answer(way, number, got.ttft_s, got.token_ids, got.reused_tokens, share, found)
+    return Answer(
+        way,
+        number,
+        got.ttft_s,
+        got.token_ids,
+        got.reused_tokens,
+        share,
+        prompt.code in got.text,
+        dict(got.likeliest),
+    )
 
 
 def summary(answers: Sequence[Answer]) -> list[Row]:
     """Return a row for each way, in the order in which the ways were first used."""
-    right = {a.prompt: a.token_ids for a in answers if a.way == FULL}
-    cold = statistics.median(a.ttft_s for a in answers if a.way == FULL)
+    right = {a.prompt: a for a in answers if a.way == FULL}
+    cold = statistics.median(a.ttft_s for a in right.values())
+    known = {number for number, a in right.items() if a.found}
     rows = []
     for way in dict.fromkeys(a.way for a in answers):
         mine = [a for a in answers if a.way == way]
@@ -248,11 +288,27 @@ def summary(answers: Sequence[Answer]) -> list[Row]:
                 seconds,
                 cold / seconds,
                 statistics.mean(a.share for a in mine),
-                statistics.mean(a.found for a in mine),
-                statistics.mean(_agreement(a.token_ids, right[a.prompt]) for a in mine),
+                statistics.mean(divergence(a.likeliest, right[a.prompt].likeliest) for a in mine),
+                statistics.mean(_agreement(a.token_ids, right[a.prompt].token_ids) for a in mine),
+                sum(a.found for a in mine if a.prompt in known),
+                len(known),
             )
         )
     return rows
+
+
+def divergence(got: Mapping[int, float], right: Mapping[int, float]) -> float:
+    """Return the Kullback-Leibler divergence from ``right`` to ``got``, in nats.
+
+    Both map tokens to log-probabilities. Tokens that one of them lacks count as one outcome, so the
+    divergence of the whole distributions is no smaller.
+    """
+    both = got.keys() & right.keys()
+    pairs = [(math.exp(right[token]), math.exp(got[token])) for token in both]
+    rest = (1 - sum(p for p, _ in pairs), 1 - sum(q for _, q in pairs))
+    least = 1e-9  # what is left may round to nothing
+    pairs.append((max(rest[0], least), max(rest[1], least)))
+    return max(sum(p * math.log(p / q) for p, q in pairs), 0.0)
 
 
 def _agreement(got: Sequence[int], right: Sequence[int]) -> float:
@@ -268,7 +324,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     """Return the table for the terminal."""
     result = Table(title=title, title_justify="left")
     result.add_column("")
-    for heading in ("TTFT, ms", "faster", "computed", "fact found", "same tokens until"):
+    for heading in ("TTFT, ms", "faster", "computed", "KL, nats", "same tokens", "facts found"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
@@ -276,38 +332,40 @@ def table(title: str, rows: Sequence[Row]) -> Table:
             f"{row.ttft_s * 1000:.0f}",
             f"{row.speed_up:.1f}x",
             f"{row.share:.0%}",
-            f"{row.found:.0%}",
-            f"{row.agreement:.0%} of the answer",
+            f"{row.divergence:.3f}",
+            f"{row.agreement:.0%}",
+            f"{row.found} of {row.known}" if row.known else "-",
         )
     return result
 
 
 def plot(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Plot facts found and agreement with the full prefill against time to first token."""
+    """Plot divergence and agreement with the full prefill against time to first token."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(8, 6))
     blends = [row for row in rows if row.way in map(_way, RATIOS)]
     seconds = [row.ttft_s for row in blends]
-    axes.plot(seconds, [row.found for row in blends], "o-", color="#2a7f62", label="fact found")
-    agreement = [row.agreement for row in blends]
-    axes.plot(seconds, agreement, "o--", color="#b07aa1", label="same tokens as in full")
+    above.plot(seconds, [row.divergence for row in blends], "o-", color="#2a7f62")
+    below.plot(seconds, [row.agreement for row in blends], "o-", color="#2a7f62", label="blends")
     for row in blends:
         short = row.way.removeprefix("blend, ").removesuffix(" recomputed")
-        axes.annotate(short, (row.ttft_s, row.found), fontsize=7, xytext=(4, -10),
-                      textcoords="offset points")  # fmt: skip
+        above.annotate(short, (row.ttft_s, row.divergence), fontsize=7, xytext=(4, 4),
+                       textcoords="offset points")  # fmt: skip
     for way, colour in ((FULL, "#808080"), (PREFIX, "#404040")):
         for row in rows:
             if row.way == way:
-                axes.plot(row.ttft_s, row.found, "s", color=colour, label=f"{way}: fact found")
-    axes.set_xlabel("time to first token, s")
-    axes.set_ylabel("share of answers, share of tokens")
-    axes.set_ylim(-0.05, 1.08)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.legend(fontsize=8, loc="lower right")
+                above.plot(row.ttft_s, row.divergence, "s", color=colour)
+                below.plot(row.ttft_s, row.agreement, "s", color=colour, label=way)
+    above.set_ylabel("KL of the first token, nats")
+    below.set_ylabel("share of the same tokens")
+    below.set_ylim(-0.05, 1.08)
+    below.set_xlabel("time to first token, s")
+    above.set_title(title, fontsize=10, loc="left")
+    below.legend(fontsize=8, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

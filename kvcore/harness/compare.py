@@ -101,25 +101,25 @@ def engine_arguments(
     *,
     dtype: str,
     request_tokens: int,
+    cached_tokens: int,
+    token_nbytes: int,
     batch_tokens: int | None = None,
-    cached_tokens: int | None = None,
-    token_nbytes: int = 0,
 ) -> dict[str, Any]:
     """Return the engine's own arguments for requests of up to ``request_tokens``.
 
     Args:
-        batch_tokens: most tokens that the engine computes in a step; None keeps its default.
         cached_tokens: size of the engine's own cache in tokens of ``token_nbytes`` bytes each.
+        batch_tokens: most tokens that the engine computes in a step; None keeps its default.
     """
     if engine == "vllm":
         args: dict[str, Any] = {"dtype": dtype, "max_model_len": request_tokens}
-        memory = cached_tokens and cached_tokens * token_nbytes
-        own = {"max_num_batched_tokens": batch_tokens, "kv_cache_memory_bytes": memory}
+        args["kv_cache_memory_bytes"] = cached_tokens * token_nbytes
+        batch = "max_num_batched_tokens"
     else:
         args = {"dtype": dtype, "context_length": request_tokens}
-        args.update(random_seed=0, start_method="fork")
-        own = {"chunked_prefill_size": batch_tokens, "max_total_tokens": cached_tokens}
-    return args | {name: value for name, value in own.items() if value is not None}
+        args.update(max_total_tokens=cached_tokens, random_seed=0, start_method="fork")
+        batch = "chunked_prefill_size"
+    return args if batch_tokens is None else {**args, batch: batch_tokens}
 
 
 def keep_on_reset(engine: str, kvcore: Mapping[str, Any]) -> dict[str, Any]:

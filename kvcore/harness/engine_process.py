@@ -78,7 +78,7 @@ class Generation:
     with ``reused_tokens`` and ``tiers`` (tokens by tier); it is empty without kvcore.
 
     `sources` counts the cached tokens by where the engine held them; it is empty if the engine does
-    not report that.
+    not report that. `likeliest` has the most likely first tokens, each with its log-probability.
     """
 
     request_id: str
@@ -92,6 +92,7 @@ class Generation:
     kvcore: dict[str, Any] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
+    likeliest: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def reused_tokens(self) -> int:
@@ -226,6 +227,7 @@ class EngineProcess:
         ignore_eos: bool = True,
         cache_salt: str | None = None,
         logprobs: bool = False,
+        likeliest: int = 0,
         lora: Path | None = None,
         image: Path | None = None,
         image_uuid: str | None = None,
@@ -243,6 +245,8 @@ class EngineProcess:
             cache_salt: requests with different salts share no KV.
             logprobs: True to return the log-probability of each token. vLLM's CPU build compiles
                 code for the first such request, so its times mean nothing.
+            likeliest: number of tokens, the most likely ones in place of the answer's first, to
+                return with their log-probabilities. vLLM gives as many as its ``max_logprobs``.
             lora: folder of the LoRA weights to apply.
             image: picture for the prompt, if the model takes one.
             image_uuid: what the client calls the picture (vLLM only).
@@ -266,6 +270,7 @@ class EngineProcess:
             fusion=fusion,
             **({} if promise is None else {"promise": promise}),
             **({} if image_uuid is None else {"image_uuid": image_uuid}),
+            **({"likeliest": likeliest} if likeliest else {}),
             traceparent=traceparent,
         )
         return _then(call, lambda reply: Generation(**reply))

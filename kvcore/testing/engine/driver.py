@@ -86,6 +86,7 @@ class Driver(EngineDriver):
         if (
             isinstance(tokens, str)
             or prompt.logprobs
+            or prompt.likeliest
             or prompt.image
             or not prompt.ignore_eos
             or prompt.traceparent

@@ -12,15 +12,14 @@ from kvcore.harness.compare import ENGINES, engine_arguments, keep_on_reset
 
 def test_sizes_are_told_in_each_engines_words() -> None:
     asked: dict[str, Any] = {"dtype": "float32", "request_tokens": 900}
-    room: dict[str, Any] = {"cached_tokens": 2000, "token_nbytes": 512, "batch_tokens": 1024}
-    assert engine_arguments("vllm", **asked) == {"dtype": "float32", "max_model_len": 900}
-    assert engine_arguments("vllm", **asked, **room) == {
-        "dtype": "float32",
-        "max_model_len": 900,
+    asked |= {"cached_tokens": 2000, "token_nbytes": 512}
+    vllm = {"dtype": "float32", "max_model_len": 900, "kv_cache_memory_bytes": 2000 * 512}
+    assert engine_arguments("vllm", **asked) == vllm
+    assert engine_arguments("vllm", **asked, batch_tokens=1024) == {
+        **vllm,
         "max_num_batched_tokens": 1024,
-        "kv_cache_memory_bytes": 2000 * 512,
     }
-    assert engine_arguments("sglang", **asked, **room) == {
+    assert engine_arguments("sglang", **asked, batch_tokens=1024) == {
         "dtype": "float32",
         "context_length": 900,
         "chunked_prefill_size": 1024,
@@ -28,7 +27,7 @@ def test_sizes_are_told_in_each_engines_words() -> None:
         "random_seed": 0,
         "start_method": "fork",
     }
-    assert "max_total_tokens" not in engine_arguments("sglang", **asked)
+    assert "chunked_prefill_size" not in engine_arguments("sglang", **asked)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

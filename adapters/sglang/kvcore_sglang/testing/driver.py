@@ -26,9 +26,16 @@ from typing import Any  # noqa: E402
 from prometheus_client import CollectorRegistry  # noqa: E402
 
 from kvcore.errors import UnsupportedError  # noqa: E402
-from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples  # noqa: E402
+from kvcore.harness.driver import (  # noqa: E402
+    KV_ON_A_CPU,
+    EngineDriver,
+    Prompt,
+    Stopwatch,
+    samples,
+)
 from kvcore.harness.driver import run as answer_calls  # noqa: E402
 from kvcore.harness.engine_forks import architecture as architecture_of  # noqa: E402
+from kvcore.harness.models import token_nbytes  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
 
 CORES_VARIABLE = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -97,7 +104,7 @@ class Driver(EngineDriver):
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            engine_args = {**CPU_SETTINGS, **engine_args}
+            engine_args = {**CPU_SETTINGS, **bounded(model, engine_args)}
             if self._cores is None:
                 _name_cores(engine_args.get("tp_size", 1) * engine_args.get("dp_size", 1))
             _import_small_models(architecture)
@@ -141,7 +148,8 @@ class Driver(EngineDriver):
                 **wishes,
             },
             rid=prompt.request_id,
-            return_logprob=prompt.logprobs,
+            return_logprob=prompt.logprobs or prompt.likeliest > 0,
+            top_logprobs_num=prompt.likeliest,
             stream=True,
             cache_salt=prompt.cache_salt,
             external_trace_header=trace,
@@ -259,6 +267,7 @@ class _Collected:
     def reply(self, kvcore: dict[str, Any]) -> dict[str, Any]:
         reason = self.meta.get("finish_reason") or {}
         logprobs = self.meta.get("output_token_logprobs") or []
+        likeliest = (self.meta.get("output_top_logprobs") or [None])[0] or []
         sources = self.meta.get("cached_tokens_details") or {}
         return {
             "request_id": self.request_id,
@@ -270,8 +279,17 @@ class _Collected:
             "finish_reason": reason.get("type"),
             "kvcore": kvcore,
             "logprobs": [logprob for logprob, *_ in logprobs],
+            "likeliest": [(token, logprob) for logprob, token, *_ in likeliest],
             "sources": {name: n for name, n in sources.items() if isinstance(n, int)},
         }
+
+
+def bounded(model: str, engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, with a size of the engine's pool if they have none."""
+    if engine_args.keys() & {"max_total_tokens", "mem_fraction_static"}:
+        return engine_args
+    each = token_nbytes(model, engine_args.get("dtype", "auto"))
+    return {**engine_args, "max_total_tokens": KV_ON_A_CPU // each}
 
 
 def _fork_processes() -> None:

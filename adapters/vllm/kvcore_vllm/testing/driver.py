@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import UnsupportedError
-from kvcore.harness.driver import EngineDriver, Prompt, Stopwatch, samples
+from kvcore.harness.driver import KV_ON_A_CPU, EngineDriver, Prompt, Stopwatch, samples
 from kvcore.harness.driver import run as answer_calls
 from kvcore_vllm.testing import rig
 
@@ -73,8 +73,7 @@ class Driver(EngineDriver):
             if "kv_cache_memory_bytes" in engine_args:
                 os.environ.pop(SPACE_VARIABLE, None)  # it would be taken instead
             else:
-                # By default vLLM takes nearly all memory, and fails to start if other programs run.
-                os.environ.setdefault(SPACE_VARIABLE, "4")
+                os.environ.setdefault(SPACE_VARIABLE, str(KV_ON_A_CPU >> 30))
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
             _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
             rig.keep(asynchronous, piecewise)
@@ -114,7 +113,7 @@ class Driver(EngineDriver):
             temperature=0.0,
             max_tokens=prompt.max_tokens,
             ignore_eos=prompt.ignore_eos,
-            logprobs=0 if prompt.logprobs else None,
+            logprobs=prompt.likeliest or (0 if prompt.logprobs else None),
             output_kind=RequestOutputKind.DELTA,
             extra_args=self._extra_args(prompt.fusion, prompt.promise),
         )
@@ -189,6 +188,7 @@ class _Collected:
         self.token_ids: list[int] = []
         self.text: list[str] = []
         self.logprobs: list[float] = []
+        self.likeliest: list[tuple[int, float]] = []
         self.last: Any = None
 
     def add(self, output: Any) -> None:
@@ -197,6 +197,8 @@ class _Collected:
         self.watch.note(len(self.token_ids))
         self.text.append(choice.text)
         for token, candidates in zip(choice.token_ids, choice.logprobs or ()):  # noqa: B905
+            if not self.logprobs and len(candidates) > 1:
+                self.likeliest = [(other, each.logprob) for other, each in candidates.items()]
             self.logprobs.append(candidates[token].logprob)
         self.last = output
 
@@ -212,6 +214,7 @@ class _Collected:
             "finish_reason": self.last.outputs[0].finish_reason if self.last else None,
             "kvcore": params.get("kvcore") or {},
             "logprobs": self.logprobs,
+            "likeliest": self.likeliest,
         }
 
 
