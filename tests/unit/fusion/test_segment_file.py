@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
 import random
+import select
 import stat
 import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -357,15 +360,36 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     event.set()
 
 
-def test_no_call_waits_for_the_disk(path: Path, stuck: threading.Event) -> None:
+@contextlib.contextmanager
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail if the calling thread waits for anything within the block, however shortly."""
+    caller = threading.current_thread()
+
+    def elsewhere(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            assert threading.current_thread() is not caller, f"it waits in {call.__qualname__}"
+            return call(*args, **kwargs)
+
+        return checked
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((time, "sleep"), (threading.Condition, "wait"), (select, "select")):
+            patch.setattr(owner, name, elsewhere(getattr(owner, name)))
+        yield
+
+
+def test_no_call_waits_for_the_disk(
+    path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(31)
     prompts = [text(rng, 160) for _ in range(5)]
     segments = reopened(path)
-    for prompt in prompts:
-        stored(segments, prompt)
-        assert segments.find(SPACE, prompt, everything)
-    segments.clear()
-    keys = stored(segments, prompts[0])
+    with no_waits(monkeypatch):
+        for prompt in prompts:
+            stored(segments, prompt)
+            assert segments.find(SPACE, prompt, everything)
+        segments.clear()
+        keys = stored(segments, prompts[0])
     stuck.set()
     segments.close()
     segments.close()
