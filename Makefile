@@ -23,7 +23,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-compat test-unit mistakes test-sglang test-kernels test-adversary lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-all    those, and the variants that they leave out (over an hour)"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
+	@echo "make mistakes    mistakes of the past, put back one by one: the tests still find them (minutes)"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make test-adversary  attacks on real tiers, stores, servers and sockets (docs/security.md)"
@@ -79,6 +80,7 @@ demo-cluster: env
 
 test: CHOSEN = not exhaustive
 test-all: CHOSEN = exhaustive or not exhaustive
+test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
 test-all: env-vllm-0.31
 test test-all: env-all
 	$(VENV)/bin/lint-imports
@@ -88,6 +90,7 @@ test test-all: env-all
 	$(RUN) -m pytest $(ELSEWHERE) -m "whole_machine and ($(CHOSEN))" $(PYTEST)
 	$(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
 	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" $(PYTEST)
+	$(MISTAKEN)
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.harness.models smollm2
@@ -95,6 +98,9 @@ test-sglang: env-sglang
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)
+
+mistakes: env
+	$(RUN) -m kvcore_devtools.mistakes $(MISTAKES)
 
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)
