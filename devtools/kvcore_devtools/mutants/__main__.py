@@ -67,12 +67,13 @@ class _Runs:
         self._until = until
         self._plugin = EachInAFork(self._tasks(), self._end)
         self._status: int | None = None
+        self._sound = False
         self._survived = self._ran = 0
 
     def run(self, package: Package, tests: Sequence[str] = ()) -> int:
         names = [str(ROOT / name) for name in tests or package.modules(ROOT)]
         status = main_in_fork([*_OPTIONS, "-m", package.marks, *names], self._plugin)
-        if status or self._status is None:
+        if status or not self._sound:
             print("the tests fail without a change, or there are none")
             return 1
         print(f"{self._survived} of {self._ran} survived", flush=True)
@@ -84,8 +85,8 @@ class _Runs:
     def _tasks(self) -> Iterator[Task]:
         started = time.monotonic()
         yield lambda: None
-        if self._status != 0:
-            self._status = None
+        self._sound = self._status == 0
+        if not self._sound:
             return
         seconds = time.monotonic() - started
         self._plugin.limit_s = max(LEAST_S, 4 * seconds)
@@ -98,7 +99,6 @@ class _Runs:
             if self._status == 0:
                 self._survived += 1
                 print(f"{file}:{mutant.line} {mutant.kind:<9} {mutant.before}", flush=True)
-        self._status = 0
 
 
 def _become(file: str, mutant: Mutant) -> None:
