@@ -49,8 +49,8 @@ MISTAKES = (
         found_by=(
             "tests/unit/model/test_identity.py::"
             "test_an_adapter_is_known_by_name_weights_and_configuration",
-            "tests/engines/test_vllm_identity.py::"
-            "test_runs_that_differ_in_one_setting_find_nothing_of_each_other",
+            "tests/unit/testing/test_reference_engine.py::"
+            "test_adapters_of_one_name_are_told_apart_by_their_weights",
         ),
     ),
     Mistake(
@@ -61,8 +61,10 @@ MISTAKES = (
         old="        for graph_id in plan.fence:\n            self._worker.follow(graph_id)\n",
         new="",
         found_by=(
-            "tests/adapters/orders/test_vllm_orders.py::test_every_order_of_vllm_has_the_right_kv",
-            "tests/engines/test_vllm.py::test_eviction_preemption_and_chunked_prefill",
+            "tests/adapters/vllm/test_waits.py::"
+            "test_a_fence_reaches_a_save_that_waits_in_the_queue",
+            "tests/adapters/orders/test_vllm_orders.py::"
+            "test_every_order_of_vllm_has_the_right_kv[1-piecewise-1-0]",
         ),
     ),
     Mistake(
@@ -76,7 +78,8 @@ MISTAKES = (
             "        for graph in early:\n            self._submit(graph)\n"
         ),
         found_by=(
-            "tests/adapters/orders/test_vllm_orders.py::test_every_order_of_vllm_has_the_right_kv",
+            "tests/adapters/orders/test_vllm_orders.py::"
+            "test_every_order_of_vllm_has_the_right_kv[1-piecewise-1-0]",
             "tests/engines/test_vllm.py::test_host_disk_and_restart[64-128-blockwise]",
         ),
     ),
