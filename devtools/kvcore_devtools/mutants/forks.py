@@ -89,13 +89,15 @@ def codes_of(source: str, file: str) -> dict[str, CodeType]:
     """Return the code of every function and method of a file, by qualified name."""
     found: dict[str, CodeType] = {}
 
-    def look(code: CodeType) -> None:
+    def look(code: CodeType, prefix: str) -> None:
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                found[inner.co_qualname] = inner
-                look(inner)
+                name = prefix + inner.co_name
+                found[name] = inner
+                is_function = inner.co_flags & inspect.CO_OPTIMIZED  # else the body of a class
+                look(inner, f"{name}.<locals>." if is_function else f"{name}.")
 
-    look(compile(source, file, "exec", dont_inherit=True))
+    look(compile(source, file, "exec", dont_inherit=True), "")
     return found
 
 

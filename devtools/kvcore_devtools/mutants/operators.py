@@ -46,7 +46,7 @@ def mutants_of(source: str) -> list[Mutant]:
         changed = copy.deepcopy(tree)
         _, there = list(_sites_in(changed))[number]
         if kind == "drop":
-            changed = _Without(there).visit(changed)
+            _Without(there).visit(changed)
         else:
             _change(there)
         text = ast.unparse(ast.fix_missing_locations(changed))
