@@ -28,17 +28,18 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-engines test-beside test-compat test-unit test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-engines test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
 	@echo "make test        the environments, the engines and all tests (about half an hour)"
-	@echo "make test-all    those, and the variants that they leave out (over an hour)"
+	@echo "make test-all    those, and the variants that they leave out (hours; nightly)"
 	@echo "make answers     records anew what engines without kvcore answer, in tests/answers"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
+	@echo "make mistakes    mistakes of the past, put back one by one: the tests still find them (minutes)"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
 	@echo "make test-adversary  attacks on real tiers, stores, servers and sockets (docs/security.md)"
@@ -90,10 +91,12 @@ ANSWERS = use
 test-all: ANSWERS = verify
 test-all: CHOSEN = exhaustive or not exhaustive
 test-all: MORE = env-vllm-0.31
+test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
 test test-all:
 	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
 	@$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS)
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST)
+	$(MISTAKEN)
 
 # Two parts of `make test`, which makes the environments. SGLang's run comes first, because its last
 # test takes longer than the other run's, and test-beside has the idle core meanwhile.
@@ -123,6 +126,9 @@ answers: env-all model
 
 test-unit: env
 	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)
+
+mistakes: env
+	$(RUN) -m kvcore_devtools.mistakes $(MISTAKES)
 
 test-kernels: env
 	$(RUN) -m pytest tests/kernels $(PYTEST)

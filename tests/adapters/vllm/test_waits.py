@@ -81,6 +81,7 @@ def test_a_fence_reaches_a_save_that_waits_in_the_queue(
     worker.begin(StepPlan(fence=[last]))
     rig.compute(lambda: rig.write(last, 99.0))
     assert not rig.host_waited
+    rig.run(rig.stream)  # the engine's stream first, as far as it may go before the copies
     rig.end()
     assert [rig.kept(i) for i in range(1, SAVES_ISSUED + 4)] == [
         {float(i)} for i in range(1, SAVES_ISSUED + 4)

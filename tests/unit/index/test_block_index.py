@@ -106,6 +106,25 @@ def test_keys_of_another_length_are_refused() -> None:
         make().lifecycle.reserve("host", [b"short"], 0, 1, NAMESPACES[0])
 
 
+def test_slots_are_those_of_the_blocks_that_are_asked_for() -> None:
+    """Whoever reads a slot gets the KV that is in it, right or wrong."""
+    index = make()
+    slots = store(index, "host", (0, 1, 0, 1)).slots.tolist()
+    branch = store(index, "host", (0, 1, 1)).slots.tolist()
+    for start, stop in itertools.combinations_with_replacement(range(5), 2):
+        found = index.slots("host", keys_of((0, 1, 0, 1)), start, stop)
+        assert found.tolist() == slots[start:stop]
+    assert index.slots("host", keys_of((0, 1, 1)), 0, 3).tolist() == [*slots[:2], *branch]
+
+
+def test_a_reservation_that_found_no_room_leaves_its_parent_evictable() -> None:
+    index = make(2)
+    store(index, "host", (0, 1))
+    assert len(index.lifecycle.reserve("host", keys_of((0, 1, 0)), 2, 3, NAMESPACES[0])) == 0
+    index.check_integrity()
+    assert [path_of(block.key) for block in index.evictions.evict("host", 2)] == [(0, 1), (0,)]
+
+
 def test_reserving_never_evicts_its_own_ancestors() -> None:
     index = make(2)
     store(index, "host", (0,))

@@ -21,8 +21,9 @@ from kvcore.fusion.attend import Attention, naive_attend_rows
 from kvcore.fusion.ops import FusionOps, TorchFusion
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.plan import LayerKV
-from kvcore.harness.models import smollm2, tiny_model
+from kvcore.harness.models import smollm2, tiny_lora, tiny_model
 from kvcore.harness.prompts import words
+from kvcore.manager import loader
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
@@ -383,6 +384,42 @@ def test_after_a_clear_running_requests_keep_nothing(make: Make, plain: Ask) -> 
     assert engine.generate([second], ANSWER) == [plain(second)]
     engine.settle()
     assert index.num_used("host") == len(second) // 16, "requests that come later are kept"
+
+
+def test_adapters_of_one_name_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+    """The name is the client's; two clients may give it to different weights."""
+    folder = tiny_model("llama")
+    adapters = [tiny_lora(tmp_path / str(seed) / "mine", folder, seed=seed) for seed in (3, 4)]
+    prompt = words(1, 100)
+    with ReferenceEngine(load(folder), EngineArgs(num_pages=128), configured()) as engine:
+        for adapter in adapters:
+            request = engine.submit(prompt, ANSWER, lora=adapter)
+            engine.run()
+            engine.settle()
+            engine.forget()
+            assert not request.reused, f"{adapter} has read KV of other weights"
+
+
+def test_a_load_that_cannot_be_planned_is_computed_and_pins_nothing(
+    make: Make, plain: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make({"transfer": {"sync_load_max": 0}})
+    known = words(1, 100)
+    engine.generate([known], ANSWER)
+    engine.settle()
+    engine.forget()
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise CapacityError("no place for the rows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "build_load", no_room)
+        assert engine.generate([known], ANSWER) == [plain(known)]
+    engine.settle()
+    assert engine.leader is not None
+    index = engine.leader.manager.index
+    engine.leader.clear()
+    assert index.num_free("host") == index.num_slots("host"), "slots of pinned blocks are kept"
 
 
 def test_an_abort_lets_the_load_end_before_its_pages_serve_others(

@@ -242,6 +242,20 @@ def test_clear_removes_from_the_store_what_was_known(
     assert serve(host(), other)[1] == 63
 
 
+@pytest.mark.parametrize(("wrote", "clears"), [(2, 1), (1, 2)])
+def test_clear_removes_what_engines_of_another_size_wrote(
+    host: Hosts, plain: Any, wrote: int, clears: int
+) -> None:
+    prompt = words(25, 64)
+    serve(host(ranks=wrote), prompt)
+    engine = host(ranks=clears)
+    assert serve(engine, prompt) == (plain(prompt), 63)
+    assert engine.leader is not None
+    engine.leader.clear()
+    engine.close()
+    assert serve(host(ranks=wrote), prompt) == (plain(prompt), 0), "it was cleared"
+
+
 def test_saves_do_not_write_what_the_store_holds(host: Hosts, store: MemoryStore) -> None:
     """The second host asked: what it then computes or loads goes there once only."""
     prompt = words(23, 64)

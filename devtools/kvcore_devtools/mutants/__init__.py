@@ -1,0 +1,1 @@
+"""Small changes of the code that decides, to find tests that cannot fail."""
