@@ -166,9 +166,8 @@ MISTAKES = (
         old="    elif guard is not None and not guard.unseal(\n",
         new="    elif guard is not None and guard.encrypts and not guard.unseal(\n",
         found_by=(
+            "tests/unit/tiers/test_guard.py::test_a_value_that_was_changed_anywhere_is_refused",
             "tests/adversary/test_forged_blocks.py::test_every_forged_value_of_a_store_is_refused",
-            "tests/adversary/test_forged_blocks.py::"
-            "test_an_engine_recomputes_what_was_forged_in_a_real_redis",
         ),
     ),
     Mistake(
