@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -70,16 +70,24 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
         os.close(file)
 
 
-def decode_json(text: str | bytes, kind: type[T] | Any = Any) -> T:
+@overload
+def decode_json(text: str | bytes, kind: type[T]) -> T: ...
+@overload
+def decode_json(text: str | bytes, kind: Any = Any) -> Any: ...
+def decode_json(text: str | bytes, kind: Any = Any) -> Any:
     """Return JSON text as a value of ``kind``, a type that msgspec knows. Raises FormatError."""
     try:
         data = text.encode() if isinstance(text, str) else text
-        return msgspec.json.decode(data, type=kind)  # type: ignore[no-any-return]
+        return msgspec.json.decode(data, type=kind)
     except Exception as error:  # noqa: BLE001 - of any input, whatever the decoder makes of it
         raise FormatError(f"not the JSON that is expected: {printable(error)}") from None
 
 
-def converted(value: object, kind: type[T] | Any) -> T:
+@overload
+def converted(value: object, kind: type[T]) -> T: ...
+@overload
+def converted(value: object, kind: Any) -> Any: ...
+def converted(value: object, kind: Any) -> Any:
     """Return a decoded value as one of ``kind``, a type that msgspec knows. Raises FormatError.
 
     All its text is valid Unicode, so that it can be sent on.
@@ -87,7 +95,7 @@ def converted(value: object, kind: type[T] | Any) -> T:
     try:
         found = msgspec.convert(value, kind)
         msgspec.json.encode(found)
-        return found  # type: ignore[no-any-return]
+        return found
     except Exception as error:  # noqa: BLE001 - of any input, whatever the decoder makes of it
         raise FormatError(printable(error)) from None
 

@@ -123,7 +123,7 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
             if os.fstat(opened).st_size > MAX_FILE:
                 _log.warning("%s is left out: it has more than %d bytes", file, MAX_FILE)
                 continue
-            for line in iter(lambda lines=lines: lines.readline(MAX_LINE), b""):
+            while line := lines.readline(MAX_LINE):
                 record = _parse(line)
                 if record is not None:
                     found.append(record)
