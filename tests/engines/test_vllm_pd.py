@@ -42,7 +42,7 @@ def settings(listen: str, **more: Any) -> dict[str, Any]:
         "peers": [listen],
         **more,
         "lend": "64MiB",
-        "timeout_s": 15.0,
+        "timeout_s": 5.0,
         "lookup_s": 60.0,
         "deadline_s": 60.0,
         "lease_s": 60.0,
@@ -51,7 +51,7 @@ def settings(listen: str, **more: Any) -> dict[str, Any]:
         "host": {"capacity": "64MiB"},
         "tiers": {"far": {"plugin": "peer", "capacity": "64MiB", "options": options}},
         "transfer": {"load_deadline_s": 300.0},
-        "vllm": {"promise_s": 30.0},
+        "vllm": {"promise_s": 15.0},
     }
 
 
@@ -59,7 +59,7 @@ def test_one_computes_and_the_other_answers() -> None:
     """What is right is what the first says when it answers itself, under a salt that nothing else
     has: without any KV of kvcore's. The other learns of the first by promises alone."""
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-    documents = windows(model, 9, 150, 600, seed=1)
+    documents = windows(model, 8, 150, 600, seed=1)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
     env = {"UCX_TLS": "tcp"}
     consumer = settings(there, guests=["127.0.0.1"], guest_ports="1024-65535")

@@ -269,7 +269,7 @@ def test_a_list_tells_whose_blocks_are_where(opened: Open) -> None:
         (o.PinBlocks(o.BlockFilter(tokens=bytes(64), prefix=b"x")), ConfigError, "tokens with"),
         (o.MoveBlocks(o.BlockFilter(), "disk"), ConfigError, "from every tier"),
         (o.MoveBlocks(o.BlockFilter(tier=HOST), HOST), ConfigError, "two of the tiers"),
-        (o.PrefetchBlocks(o.BlockFilter(tier=HOST)), ConfigError, "it is there"),
+        (o.PrefetchBlocks(o.BlockFilter(tier=HOST)), ConfigError, "which is where prefetches go"),
         (o.SetQuota("ann", "tape", "1GiB"), ConfigError, "no tier 'tape'"),
         (o.SetQuota("ann", HOST, "much"), ConfigError, "given 'much'"),
         (o.SetQuota("ann", HOST, "1B"), ConfigError, "less than a block"),
