@@ -80,7 +80,7 @@ MISTAKES = (
         found_by=(
             "tests/adapters/orders/test_vllm_orders.py::"
             "test_every_order_of_vllm_has_the_right_kv[1-piecewise-1-0]",
-            "tests/engines/test_vllm.py::test_host_disk_and_restart[64-128-blockwise]",
+            "tests/engines/test_vllm.py::test_host_disk_and_restart[12-16-128-blockwise]",
         ),
     ),
     Mistake(
