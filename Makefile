@@ -12,7 +12,8 @@ RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 RELEASE := .venvs/release/bin
 SGLANG_TESTS := tests/engines/test_sglang*.py
-ELSEWHERE := --ignore=tests/kernels --ignore-glob='tests/engines/test_sglang*'
+# Globs: pytest does not ignore a folder that pyproject.toml names.
+ELSEWHERE := --ignore-glob='tests/kernels/*' --ignore-glob='tests/engines/test_sglang*'
 # The files of tests that need every core. Collecting all the others too takes 16 s.
 ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.

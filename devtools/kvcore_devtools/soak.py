@@ -47,6 +47,8 @@ ANSWER = 6
 QUEUED = 16
 """Number of requests in the engine: twice as many as it runs at once."""
 EPOCH_S = 3.0
+EPOCHS_LEAST = 6
+"""Number of epochs of the shortest soak, so that it opens the engine again. They are shorter."""
 REOPEN = 4
 """Number of epochs after which the engine is closed and opened again."""
 WARM = 4
@@ -100,7 +102,7 @@ def soak(
             run = _Soak(model, folder, faults, random.Random(f"{seed}.{outcome.epochs}"), outcome)
             try:
                 for _ in range(REOPEN):
-                    run.epoch(min(EPOCH_S, seconds / 3))
+                    run.epoch(min(EPOCH_S, seconds / EPOCHS_LEAST))
                     progress(f"{until - time.monotonic():.0f} s left: {run.line()}")
                     if time.monotonic() >= until:
                         break
