@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from support.cover import cover
+from support.pairs import cover
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

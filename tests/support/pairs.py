@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["covering", "pairs_of"]
+__all__ = ["cover", "covering", "pairs_of"]
 
 Row = tuple[Hashable, ...]
 Pair = tuple[tuple[int, Hashable], tuple[int, Hashable]]
@@ -34,20 +34,38 @@ def covering(
     """Return rows of ``product`` that have every pair of values of two factors that is in it.
 
     ``product`` may lack rows that cannot be. The pairs of ``given`` count as covered, because these
-    rows run elsewhere. The row with the most new pairs for its ``cost`` comes first. If there are
-    several, it is the one whose values were used least, so that no value gets most of the rows.
+    rows run elsewhere. Of rows with as many new pairs for their ``cost``, the one whose values were
+    used least is taken, so that no value gets most of the rows.
     """
-    rows = list(product)
-    left = set().union(*map(pairs_of, rows)) - set().union(*map(pairs_of, given))
-    chosen: list[Row] = []
-    used: Counter[tuple[int, Hashable]] = Counter()
+    rows = {row: pairs_of(row) for row in product}
+    return cover(rows, had=set().union(*map(pairs_of, given)), cost=cost, values=enumerate)
 
-    def worth(row: Row) -> tuple[float, int]:
-        return len(left & pairs_of(row)) / cost(row), -sum(used[each] for each in enumerate(row))
+
+def cover(
+    rows: Mapping[Any, Collection[Hashable]],
+    *,
+    had: Collection[Hashable] = (),
+    cost: Callable[[Any], float] = lambda row: 1.0,
+    values: Callable[[Any], Iterable[Hashable]] = lambda row: (),
+) -> list[Any]:
+    """Return rows that between them have everything that any of ``rows`` has, but ``had``.
+
+    ``rows`` says what each row has: pairs of values that must come together, for example. The row
+    with the most that is new for its ``cost`` is taken first; of several, one whose ``values`` were
+    used least, and then the first. That is not always the smallest set, but the same every time.
+    """
+    left = set().union(*rows.values()).difference(had)
+    taken: list[Any] = []
+    used: Counter[Hashable] = Counter()
+
+    def worth(row: Any) -> tuple[float, int]:
+        return len(left.intersection(rows[row])) / cost(row), -sum(
+            map(used.__getitem__, values(row))
+        )
 
     while left:
         best = max(rows, key=worth)
-        chosen.append(best)
-        used.update(enumerate(best))
-        left -= pairs_of(best)
-    return chosen
+        taken.append(best)
+        used.update(values(best))
+        left.difference_update(rows[best])
+    return taken

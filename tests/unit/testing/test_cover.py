@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.cover import cover
+from support.pairs import cover
 
 
 @given(st.dictionaries(st.integers(), st.sets(st.integers(0, 20)), min_size=1, max_size=12))
