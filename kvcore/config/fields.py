@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from kvcore.errors import ConfigError
-from kvcore.masking import mask_passwords
+from kvcore.masking import mask_login
 
 __all__ = [
     "DEFAULT",
@@ -103,10 +103,11 @@ def _path(value: object) -> object:
     if not value or "\0" in value:
         raise ConfigError(f"given {value!r}; supported is the path of a folder")
     if (scheme := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", value)) is not None:
-        path = value[scheme.end() :] if scheme[1].lower() == "file" else "/mnt/kv"
+        path = value[scheme.end() :]
+        is_local = scheme[1].lower() == "file" and path.startswith("/")
         raise ConfigError(
-            f"given {mask_passwords(value)!r}; supported is a path, and no URL: write {path!r} if "
-            "you mean that folder"
+            f"given {mask_login(value)!r}; supported is a path, and no URL: write "
+            f"{path if is_local else '/mnt/kv'!r} if you mean that folder"
         )
     if re.match(r"\$|%[A-Za-z_]+%", value):
         raise ConfigError(

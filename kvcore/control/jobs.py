@@ -189,12 +189,9 @@ class Jobs:
             job.kept += len(path)  # more would evict what this job brought
             return
         before = self._depth(job.to, path)
-        settled = False
         graph_id: int | None = None
 
         def ended() -> None:
-            nonlocal settled
-            settled = True
             if self._job is job:  # else it was given up, and nobody counts on what came late
                 job.graphs.discard(graph_id)
                 self._settle(job, path, before)
@@ -202,7 +199,7 @@ class Jobs:
         graph_id = self._launch(job, path, namespace, ended)
         if graph_id is None:
             ended()
-        elif not settled:  # a graph may have ended before its launch returned
+        else:
             job.graphs.add(graph_id)
 
     def _launch(

@@ -62,7 +62,7 @@ class Mode(enum.Enum):
     USE = "use"
     """It is the answer. An engine is asked for what is not on record, and nothing is written."""
     RECORD = "record"
-    """As `USE`, and what an engine was asked is written by `Answers.save`."""
+    """It is the answer. `Answers.save` writes what an engine was asked because it was missing."""
     VERIFY = "verify"
     """An engine is asked for everything, and a record that differs is an error."""
 

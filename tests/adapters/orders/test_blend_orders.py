@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,7 +137,13 @@ def test_an_exact_prefix_that_is_not_waited_for_is_found(monkeypatch: pytest.Mon
     """The blend reads pages into which this step loads the tokens before it."""
     run = FusionWorker.run
     monkeypatch.setattr(FusionWorker, "run", lambda worker, landed: run(worker, lambda layer: None))
-    find_fault(blend, "race", "page", "read by a copy of layers", "written by a copy of layers")
+    find_fault(
+        partial(blend, share=1.0, failing=0.0),
+        "race",
+        "page",
+        "read by a copy of layers",
+        "written by a copy of layers",
+    )
 
 
 def test_staging_that_the_next_blend_takes_too_early_is_found(

@@ -78,7 +78,6 @@ def test_a_place_that_is_given_away_before_its_copy_has_ended_is_found(tmp_path:
         "race",
         "memory/device_region.py",
         "by the disk2d",
-        seeds=16,  # about half of them show it: it depends on the threads' progress too
     )
 
 
@@ -163,7 +162,6 @@ def test_a_block_by_way_of_host_memory_that_is_not_waited_for_is_found(
         load(machine, seed, tmp_path, failing=1.0)
 
     if waits:
-        with pytest.raises(AssertionError, match="nothing of kind"):
-            find_fault(trial, "race", seeds=3)
+        expect_none(trial, "race", seeds=3)
     else:
         find_fault(trial, "race", "memory/device_region.py", "written by put")

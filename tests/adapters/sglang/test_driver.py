@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from kvcore.harness.driver import KV_ON_A_CPU
 
 TOKEN_NBYTES = 3 * 2 * 2 * 64 * 4
-"""Of the model here: layers, K and V, heads, their dimension, float32."""
+"""Bytes of a token's KV in the model below: layers x K and V x heads x dimension x 4 of float32."""
 
 
 @pytest.fixture

@@ -269,12 +269,18 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"disk": {"path": str(tmp_path / "kv"), "capacity": "64MiB"}}
 
 
-def test_a_restart_finds_what_was_on_disk(make: Make, reference: Any, disk: dict[str, Any]) -> None:
+def stored(make: Make, disk: dict[str, Any]) -> list[int]:
+    """A prompt whose KV an engine that has ended left on disk."""
     prompt = tokens(1, 300)
     first = make(disk)
     first.generate([prompt], 1)
     settle(first)
     first.close()
+    return prompt
+
+
+def test_a_restart_finds_what_was_on_disk(make: Make, reference: Any, disk: dict[str, Any]) -> None:
+    prompt = stored(make, disk)
     second = make(disk)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert loaded(second) == 288
@@ -295,11 +301,7 @@ def stuck_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_what_comes_late_serves_the_next_request(
     make: Make, reference: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = tokens(1, 300)
-    first = make(disk)
-    first.generate([prompt], 1)
-    settle(first)
-    first.close()
+    prompt = stored(make, disk)
     second = make({**disk, "trtllm": {"stage_wait_s": 0}})
     late = stuck_reads(monkeypatch)
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
@@ -314,11 +316,7 @@ def test_what_comes_late_serves_the_next_request(
 def test_a_read_that_hangs_is_waited_for_until_loads_are_abandoned(
     make: Make, reference: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = tokens(1, 300)
-    first = make(disk)
-    first.generate([prompt], 1)
-    settle(first)
-    first.close()
+    prompt = stored(make, disk)
     patient = {"trtllm": {"stage_wait_s": 3600}, "transfer": {"load_deadline_s": 0.2}}
     second = make({**disk, **patient})
     late = stuck_reads(monkeypatch)
@@ -347,11 +345,7 @@ def test_two_ranks_bring_it_for_the_next_request(
 def test_a_corrupt_block_is_never_promised(
     make: Make, reference: Any, disk: dict[str, Any]
 ) -> None:
-    prompt = tokens(1, 300)
-    first = make(disk)
-    first.generate([prompt], 1)
-    settle(first)
-    first.close()
+    prompt = stored(make, disk)
     for file in Path(disk["disk"]["path"]).rglob("*"):
         if file.is_file() and file.stat().st_size > 1 << 20:
             data = bytearray(file.read_bytes())

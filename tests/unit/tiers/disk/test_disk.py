@@ -22,6 +22,7 @@ from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, MountedStore, prepare_store
 from kvcore.tiers.disk import files as disk_files
+from kvcore.tiers.disk.store import PreparedStore
 from support.disk import GEOMETRY, ROOM, SHAPE, SLOT, fill, opened, some_blocks
 
 # -- a disk that is full, missing or not ours -----------------------------------------------
@@ -156,6 +157,23 @@ def test_only_the_owner_may_read(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o700
 
 
+@contextmanager
+def beside_a_spoilt_store(
+    path: Path, spoil: Callable[[Path], object]
+) -> Iterator[tuple[Path, PreparedStore]]:
+    """A tier in a folder with a store that was spoilt: it takes blocks, and none from that store.
+
+    Yields the folder of the spoilt store, and the store that the tier uses.
+    """
+    folder, blocks = fill(path, 2)
+    spoil(folder / "store.json")
+    with opened(path) as (store, tier):
+        assert store.records == []
+        yield folder, store
+        write_blocks(tier, blocks)
+        tier.check_integrity()
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -171,14 +189,9 @@ def test_only_the_owner_may_read(path: Path) -> None:
 def test_a_store_that_cannot_be_understood_is_left_alone(
     path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, blocks = fill(path, 2)
-    spoil(folder / "store.json")
-    with opened(path) as (store, tier):
+    with beside_a_spoilt_store(path, spoil) as (folder, store):
         assert store.folder != folder
-        assert store.records == []
         assert "is not used" in caplog.text
-        write_blocks(tier, blocks)
-        tier.check_integrity()
     with pytest.raises(FormatError):
         DiskTier(MountedStore(folder, 2), GEOMETRY, shard=0, slot_nbytes=SLOT)
 
@@ -195,13 +208,8 @@ def test_a_store_json_of_any_size_costs_its_own_store_only(
     path: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It counts against the capacity, so the store may be removed to make room."""
-    folder, blocks = fill(path, 2)
-    spoil(folder / "store.json")
-    with opened(path) as (store, tier):
-        assert store.records == []
+    with beside_a_spoilt_store(path, spoil):
         assert "store.json has" in caplog.text
-        write_blocks(tier, blocks)
-        tier.check_integrity()
 
 
 def test_another_model_gets_another_store(path: Path) -> None:
