@@ -15,7 +15,9 @@
     └── TransferError        a transfer graph failed
         ├── TransferCancelled
         ├── DeadlineExceeded
-        └── RankLostError    ranks of an engine are out of step: its process must end
+        └── EngineMustEnd    going on could serve wrong tokens: the engine's process must end
+            ├── RankLostError    ranks of an engine are out of step
+            └── PagesInUse       copies may still use pages that the engine takes back
 
 A message says what was given, what is supported, and what to change. Passwords in URLs are masked.
 """
@@ -107,7 +109,15 @@ class DeadlineExceeded(TransferError):
     """A transfer did not finish by its deadline."""
 
 
-class RankLostError(TransferError):
+class EngineMustEnd(TransferError):
+    """If the engine went on, it could hang or serve wrong tokens, so no guard swallows this."""
+
+
+class PagesInUse(EngineMustEnd):
+    """Copies may still read or write pages of KV that the engine gives to others, or unmaps."""
+
+
+class RankLostError(EngineMustEnd):
     """A rank stopped where other ranks wait for it in a collective.
 
     Whatever it did next would meet the others in the wrong collective: they would hang, or take

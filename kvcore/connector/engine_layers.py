@@ -94,6 +94,7 @@ class Agreement:
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
+        self.collective = distributed is not None
         # One tensor for all agreements: a new one each time was slower (benchmarks.blend_ranks).
         # It may change in and outside of inference mode. On the CPU, so that no device waits.
         with torch.inference_mode(False):

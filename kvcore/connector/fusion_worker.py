@@ -150,6 +150,7 @@ class RefusingFusionWorker:
         self._page_tokens = page_tokens
         self._orders: list[BlendOrder] = []
         self._meetings = _Meetings(agree)
+        self.meets_others = agree is not _well and getattr(agree, "collective", True)
 
     def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
         """Refuse the chunks' graphs, and return their reports."""
@@ -214,6 +215,11 @@ class FusionWorker:
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
         self._meetings = _Meetings(layers.agree)
         self._profile: list[tuple[int, float]] = []
+
+    @property
+    def meets_others(self) -> bool:
+        """True if other ranks may wait for this one before a blend."""
+        return self._layers.collective
 
     def warm_up(self, *, timed: bool) -> None:
         """Compile what blends use, and time the layers if ``timed``. Call before the engine serves.

@@ -1,34 +1,53 @@
 """The guard between an engine and kvcore: no error of kvcore ends the engine.
 
-    engine ──▶ entry point ──▶ Guard.run ──▶ kvcore
-                                 │ an exception: logged once, kvcore stands aside
-                                 ▼
-                               a neutral answer, or what `broken` returns
+    engine ──▶ a method of a `covered` class ──▶ kvcore
+                 │ an exception: logged once, kvcore stands aside
+                 ▼
+               a neutral answer, or what `broken` returns
 
 A neutral answer is right only where nothing was promised to the engine before. Where it counts on
 KV, ``broken`` must fail the promise in the way from which the engine recovers.
 
-A RankLostError passes: after it, this rank and others would meet in the wrong collectives.
+An `EngineMustEnd` passes: after it, ranks would meet in the wrong collectives, or a copy would
+write to the pages of another request.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvcore.errors import RankLostError
+from kvcore.errors import EngineMustEnd
 
-__all__ = ["Guard", "Stop", "guarded"]
+__all__ = ["Guard", "Neutral", "Stop", "attempt", "covered", "covers"]
 
+_log = logging.getLogger("kvcore.connector.guard")
 _T = TypeVar("_T")
-_F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
+_COVERED = "__kvcore_covered__"
 
 
 class Stop(Protocol):
     """Stops kvcore for a reason until the engine restarts, and logs it once with the error."""
 
     def __call__(self, why: str, error: BaseException) -> object: ...
+
+
+def attempt(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
+    """Return what ``call`` returns; on an error log it, and return ``otherwise``.
+
+    For what is done after an error: it must not raise a second one. ``what`` names it in the log.
+    """
+    try:
+        return call()
+    except EngineMustEnd:
+        raise
+    except Exception:  # noqa: BLE001 - logged with its trace
+        _log.exception("an error in %s", what)
+        return otherwise
 
 
 class Guard:
@@ -47,29 +66,82 @@ class Guard:
         """Return what ``call`` returns; on an error stop kvcore and return a substitute.
 
         ``name`` is the entry point, for the log. ``broken`` fails what was promised and returns the
-        substitute; what it raises reaches the engine, because nothing else would be correct.
+        substitute. An error of ``stop`` or ``broken`` is logged, and the substitute is ``neutral``.
+        Raises EngineMustEnd only.
         """
         try:
             return call()
-        except RankLostError:  # other ranks may wait for this one: its process must end
+        except EngineMustEnd:
             raise
         except Exception as error:  # noqa: BLE001 - logged with its trace, and kvcore stops
-            self._stop(f"an error in {name}", error)
-        return neutral if broken is None else broken()
+            why, found = f"an error in {name}", error
+        attempt("the stop of kvcore", lambda: self._stop(why, found), None)
+        return neutral if broken is None else attempt(f"{name}'s recovery", broken, neutral)
 
 
-def guarded(neutral: Any) -> Callable[[_F], _F]:
-    """Decorate an entry point of an object that has a `Guard` as ``_guard``.
+class Neutral(NamedTuple):
+    """What a method returns after an error: ``make()``. Errors of the kinds ``passes`` are raised.
 
-    On an error the method returns ``neutral``.
+    Those are wrong settings, in what an engine calls while it starts.
     """
 
-    def decorate(method: _F) -> _F:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            guard: Guard = self._guard
-            return guard.run(method.__name__, lambda: method(self, *args, **kwargs), neutral)
+    make: Callable[[], Any]
+    passes: tuple[type[Exception], ...] = ()
 
-        return cast("_F", call)
+
+def covered(neutral: Mapping[str, Neutral]) -> Callable[[_C], _C]:
+    """Decorate the class that an engine calls: no public method raises, but for `EngineMustEnd`.
+
+    ``neutral`` says what each returns after an error. TypeError is raised, when the class is made,
+    for a public method without one: a new method cannot be forgotten. On an error the instance's
+    ``_failed(name, error)`` is called, which stops kvcore and may return a substitute of its own;
+    None means ``neutral``. A class method only logs.
+    """
+
+    def decorate(cls: _C) -> _C:
+        methods = {name: part for name, part in vars(cls).items() if _is_method(name, part)}
+        if missing := methods.keys() ^ neutral.keys():
+            raise TypeError(f"{cls.__name__}: {sorted(missing)} are methods or neutral, not both")
+        for name, part in methods.items():
+            setattr(cls, name, _covered(name, part, neutral[name]))
+        return cls
 
     return decorate
+
+
+def covers(cls: type, name: str) -> bool:
+    """Return True if a method of a class cannot raise, or is not kvcore's own."""
+    for owner in cls.__mro__:
+        if name in vars(owner):
+            part = inspect.unwrap(getattr(vars(owner)[name], "__func__", vars(owner)[name]))
+            wrapped = getattr(vars(owner)[name], "__func__", vars(owner)[name])
+            return hasattr(wrapped, _COVERED) or not part.__module__.startswith("kvcore")
+    return True
+
+
+def _is_method(name: str, part: object) -> bool:
+    return not name.startswith("_") and (
+        inspect.isfunction(part) or isinstance(part, (classmethod, staticmethod))
+    )
+
+
+def _covered(name: str, part: Any, neutral: Neutral) -> Any:
+    method = part.__func__ if isinstance(part, classmethod) else part
+    passes: tuple[type[Exception], ...] = (EngineMustEnd, *neutral.passes)
+
+    @functools.wraps(method)
+    def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(owner, *args, **kwargs)
+        except passes:
+            raise
+        except Exception as error:  # noqa: BLE001 - logged with its trace, and kvcore stops
+            failed = error
+        if isinstance(owner, type):
+            _log.error("an error in %s", name, exc_info=failed)
+            return neutral.make()
+        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed), None)
+        return neutral.make() if found is None else found
+
+    setattr(call, _COVERED, True)
+    return classmethod(call) if isinstance(part, classmethod) else call

@@ -52,6 +52,7 @@ class StepReport(msgspec.Struct, array_like=True):
         blend_times: the times of blends that the device has ended, perhaps after their results.
         weights: the number of the first plan that runs with the model's weights as they are now;
             0 if they were never changed in place.
+        stopped: why the rank does no more work; empty while it does.
     """
 
     reports: list[OpReport] = []
@@ -61,6 +62,7 @@ class StepReport(msgspec.Struct, array_like=True):
     profile: list[tuple[int, float]] = []
     blend_times: list[BlendTime] = []
     weights: int = 0
+    stopped: str = ""
 
 
 def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
@@ -78,6 +80,7 @@ def merge_reports(ranks: Sequence[StepReport]) -> StepReport:
         merged.reports += rank.reports
         merge(merged.counted, rank.counted)
         merged.weights = max(merged.weights, rank.weights)
+        merged.stopped = merged.stopped or rank.stopped
         merged.forwards = _slowest(merged.forwards, rank.forwards)
         merged.profile = _slowest(merged.profile, rank.profile)
         for time in rank.blend_times:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvcore.connector.fusion_messages import BlendOrder
-from kvcore.connector.guard import Guard
+from kvcore.connector.guard import Guard, attempt
 from kvcore.connector.worker import StepWorker
-from kvcore.errors import TransferError
+from kvcore.errors import PagesInUse, RankLostError
 
 __all__ = ["LAND_S", "RankGuard"]
 
@@ -41,7 +41,7 @@ class RankGuard:
     def __init__(self, worker: StepWorker[Any], open_graphs: Callable[[], Iterable[int]]) -> None:
         self._worker = worker
         self._open_graphs = open_graphs
-        self._guard = Guard(self._stop)
+        self._guard = Guard(self.halt)
         self._orders: Sequence[BlendOrder] = ()
         self.stopped = ""
 
@@ -50,8 +50,7 @@ class RankGuard:
 
         ``name`` is the engine's call, for the log. A stopped rank makes the call too if ``always``,
         because the engine or other ranks need what it does. Raises RankLostError if ranks are out
-        of step. Raises TransferError if a copy may still touch the engine's pages after an error:
-        the engine must then end, because it would give them to others.
+        of step, and PagesInUse if a copy may still touch the engine's pages after an error.
         """
         if self.stopped and not always:
             return neutral
@@ -68,12 +67,25 @@ class RankGuard:
         a rank that has stopped.
         """
         orders, self._orders = self._orders, ()
-        if self.stopped:
+        if not self.stopped or not orders:
+            return
+        try:
             self._worker.decline_blends(orders)
+        except Exception as error:
+            if self._worker.meets_others:
+                raise RankLostError("this rank could not decline the others' blends") from error
+            _log.exception("blends could not be declined; there is no other rank")
 
-    def _stop(self, why: str, error: BaseException) -> None:
+    def halt(self, why: str, error: BaseException | None = None) -> None:
+        """Stop the rank for a reason. Raises PagesInUse as `run` does. Idempotent."""
         if not self.stopped:
             self.stopped = why
             _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
-        if not self._worker.abandon(self._open_graphs(), LAND_S):
-            raise TransferError(f"copies of KV did not end in {LAND_S} s after {why}") from error
+        worker = self._worker
+        ended = attempt(
+            "the cancelling of transfers", lambda: worker.abandon(self._open_graphs(), LAND_S), None
+        )
+        if ended is None:  # nothing was cancelled: all ends by itself
+            ended = attempt("the wait for copies", lambda: worker.quiesce(LAND_S), otherwise=False)
+        if not ended:
+            raise PagesInUse(f"copies of KV did not end in {LAND_S} s after {why}") from error

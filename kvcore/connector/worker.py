@@ -355,6 +355,11 @@ class StepWorker(Generic[_R]):
         self._blends.decline(orders)
 
     @property
+    def meets_others(self) -> bool:
+        """True if other ranks may wait for this one before a blend."""
+        return self._blends.meets_others
+
+    @property
     def can_blend(self) -> bool:
         """True if this rank can make blends."""
         return isinstance(self._blends, FusionWorker)

@@ -141,8 +141,10 @@ class OnVllm(Rank):
 
     def step(self, step: Step) -> list[bool]:
         from kvcore_vllm.messages import StepPlan
+        from support.vllm_steps import begin
 
-        self.guard.begin(StepPlan(sync_loads=[step.load], blends=list(step.orders)))
+        plan = StepPlan(sync_loads=[step.load], blends=list(step.orders))
+        begin(self.guard, plan, self.worker)
         self.guard.start((), layerwise=True)
         self.guard.wait_for_layer("0")
         self.forward()

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvcore import log
 from kvcore.config import Config, forwarded_config
-from kvcore.connector.guard import Guard, guarded
+from kvcore.connector.guard import Guard, Neutral, covered
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
@@ -210,6 +210,23 @@ def _capturing() -> bool:
 # -- scheduler ------------------------------------------------------------------------------
 
 
+_NOTHING = Neutral(lambda: None)
+_NO = Neutral(lambda: False)
+
+
+@covered(
+    {
+        "get_num_new_matched_tokens": Neutral(lambda: (0, False)),
+        "update_state_after_alloc": _NOTHING,
+        "update_state_after_alloc_by_layer_group": _NOTHING,
+        "build_connector_meta": Neutral(KVCoreMetadata),
+        "request_finished": _NO,
+        "request_finished_by_layer_group": _NO,
+        "request_reset": _NOTHING,
+        "wait_for_initialization": _NOTHING,
+        "shutdown": _NOTHING,
+    }
+)
 class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     """The scheduler half, which decides, on rank 0. Its methods never raise into the executor."""
 
@@ -224,12 +241,14 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     def _leader(self) -> Leader | None:
         return self._meeting.leader
 
+    def _failed(self, name: str, error: Exception) -> None:
+        self._stop(f"an error in {name}", error)
+
     def _stop(self, why: str, error: BaseException) -> None:
         """Stop kvcore after an error: the other ranks wait for rank 0, so nothing is raised."""
         if self._leader is not None:
             self._leader.disable(why, error)
 
-    @guarded((0, False))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
@@ -277,12 +296,10 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             lambda: KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step")),
         )
 
-    @guarded(False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Save the last blocks of a request; return True while saves still read its pages."""
         return self.request_finished_by_layer_group(request, [cache_block_ids])
 
-    @guarded(False)
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
@@ -291,7 +308,6 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             return False
         return self._leader.finished(request, cache_block_ids_by_layer_group)
 
-    @guarded(None)
     def request_reset(self, request: Any) -> None:
         """Forget a request whose pages are gone. It will begin again (newer versions)."""
         if self._leader is not None:

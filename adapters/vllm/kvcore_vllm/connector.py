@@ -23,8 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvcore import log
 from kvcore.config import Config, load_config
-from kvcore.connector.guard import Guard, guarded
-from kvcore.errors import ConfigError, KVCoreError, TransferError, UnsupportedError
+from kvcore.connector.guard import Guard, Neutral, attempt, covered
+from kvcore.errors import (
+    ConfigError,
+    EngineMustEnd,
+    KVCoreError,
+    PagesInUse,
+    RankLostError,
+    UnsupportedError,
+)
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
@@ -38,7 +45,7 @@ from kvcore_vllm.build import (
 )
 from kvcore_vllm.describe import describe
 from kvcore_vllm.events import engine_event
-from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
+from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
 from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
@@ -75,6 +82,48 @@ _SOURCES = {"host": "HOST", "disk": "DISK"}
 """Tiers that vLLM has a name for in `CacheHitSource`, from 0.32 on."""
 
 
+_NOTHING = Neutral(lambda: None)
+_NO = Neutral(lambda: False)
+_AT_START = (ConfigError,)
+"""Errors of what vLLM calls while it starts: whoever starts it mends the settings."""
+
+
+@covered(
+    {
+        "requires_piecewise_for_cudagraph": Neutral(lambda: False, _AT_START),
+        "supports_sleep_mode": Neutral(lambda: False, _AT_START),
+        # the worker's role
+        "register_kv_caches": _NOTHING,
+        "unregister_kv_caches": _NOTHING,
+        "handle_preemptions": _NOTHING,
+        "start_load_kv": _NOTHING,
+        "wait_for_layer_load": _NOTHING,
+        "save_kv_layer": _NOTHING,
+        "finish_forward": _NOTHING,
+        "wait_for_save": _NOTHING,
+        "get_transfer_results": Neutral(KVConnectorTransferResults),
+        "get_finished": Neutral(lambda: (None, set())),
+        "get_block_ids_with_load_errors": Neutral(set),
+        "build_connector_worker_meta": _NOTHING,
+        # the scheduler's role
+        "bind_gpu_block_pool": _NOTHING,
+        "get_num_new_matched_tokens": Neutral(lambda: (0, False)),
+        "update_state_after_alloc": _NOTHING,
+        "get_external_cache_hit_sources": Neutral(dict),
+        "build_connector_meta": Neutral(KVCoreMetadata),
+        "update_connector_output": _NOTHING,
+        "request_finished": Neutral(lambda: (False, None)),
+        "request_finished_all_groups": Neutral(lambda: (False, None)),
+        "has_pending_push_work": _NO,
+        "take_events": Neutral(tuple),
+        "reset_cache": _NO,
+        # both
+        "shutdown": _NOTHING,
+        "get_kv_connector_stats": _NOTHING,
+        "build_kv_connector_stats": Neutral(KVCoreStats),
+        "build_prom_metrics": _NOTHING,
+    }
+)
 class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Tiered KV offload for vLLM.
 
@@ -86,34 +135,92 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerGuard | None = None
+        self._model: ModelDescription | None = None
+        self._metrics = Metrics(role.name.lower())  # only if kvcore serves nothing here
+        self._offered: dict[str, tuple[int, bool]] = {}
+        self._waiting: list[str] = []  # the promises of the step that is being planned
+        self._pages: list[int] = []
+        self._left = ""  # why the leader is called no more
+        self._parted: SchedulerSide | None = None  # that leader, which is still to be closed
+        self._layerwise = False
+        self._hooked = False  # plugins watch the model's attention
+        self._config = Config()
+        try:
+            self._start(role)
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
+            self._model = None
+            self._stand_aside(error)
+
+    def _start(self, role: KVConnectorRole) -> None:
+        """Read the settings and the model, and build the leader. Raises for wrong settings."""
+        transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        self._config: Config = load_config(
+        self._config = load_config(
             overrides=dict(transfer.kv_connector_extra_config),
             overrides_from="kv_connector_extra_config",
         )
         log.configure(self._config.log.level, self._config.log.format)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerGuard | None = None
-        self._metrics = Metrics(role.name.lower())  # only if kvcore serves nothing here
-        self._offered: dict[str, tuple[int, bool]] = {}
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        self._layerwise = loads_layerwise(self._config, vllm_config)
-        self._hooked = False  # plugins watch the model's attention
+        self._layerwise = loads_layerwise(self._config, self._vllm_config)
         self._model = self._describe()
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
-            tell_untried()
+            attempt("the check of vLLM's release", tell_untried, None)
             self._scheduler = self._build_scheduler(self._model)
+
+    # -- after an error ---------------------------------------------------------------------
+
+    def _failed(self, name: str, error: Exception) -> Any:
+        """Stop kvcore, and return what tells vLLM of promises that are not kept; None if none."""
+        why = f"an error in {name}"
+        worker = self._worker
+        if worker is None and name in ("update_state_after_alloc", "build_connector_meta"):
+            self._leave(why, error)  # a plan of this leader may not say what becomes of promises
+            return self._last_metadata() if name == "build_connector_meta" else None
+        if worker is None:
+            self._stop(why, error)
+            return None
+        try:
+            worker.halt(why, error)
+        except EngineMustEnd:
+            raise
+        except Exception as second:
+            raise PagesInUse(f"it is not known whether copies have ended after {why}") from second
+        if name == "get_transfer_results":
+            finished, failed = worker.lost_requests()
+            return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        if name == "get_finished":
+            return None, worker.lost_requests()[0]
+        if name == "get_block_ids_with_load_errors":
+            return worker.lost_pages()
+        return None
 
     @functools.cached_property
     def _guard(self) -> Guard:
         return Guard(self._stop)
 
     def _stop(self, why: str, error: BaseException) -> None:
+        """Stop the leader. If not even that works, it is called no more."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            _log.error("%s", why, exc_info=error)
+            return
+        try:
+            scheduler.stop(why, error)
+        except Exception as second:  # noqa: BLE001 - recovery does not raise
+            self._leave(f"an error in the stop of kvcore after {why}", second)
+
+    def _leave(self, why: str, error: BaseException | None = None) -> None:
+        """Call the leader no more: the workers stop with the next plan, and fail its promises."""
         if self._scheduler is not None:
-            self._scheduler.stop(why, error)
+            _log.error("%s: kvcore stands aside until the engine restarts", why, exc_info=error)
+            self._scheduler, self._parted, self._left = None, self._scheduler, why
+            attempt("the metrics", self._metrics.aside, None)
 
     def _build_scheduler(self, model: ModelDescription) -> SchedulerSide | None:
         """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
@@ -194,23 +301,34 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Block until no copy uses the KV memory, which vLLM takes away to sleep.
 
         vLLM gives it back under the same addresses, so nothing has to be restored. Its content is
-        gone, and vLLM resets the leader with its own cache. Raises TransferError, and vLLM
+        gone, and vLLM resets the leader with its own cache. Raises PagesInUse, and vLLM
         does not sleep, if copies have not ended after `SLEEP_S` seconds.
         """
         if self._worker is not None and not self._worker.quiesce(SLEEP_S):
-            raise TransferError(f"copies of KV did not end in {SLEEP_S} s: vLLM must not sleep now")
+            raise PagesInUse(f"copies of KV did not end in {SLEEP_S} s: vLLM must not sleep now")
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
         groups = self._kv_cache_config.kv_cache_groups
         sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
         worker = self._build_worker(kv_caches)
-        if worker is None:
-            worker = refusing_worker_connector(self._vllm_config, sizes)
-        warm_up_blends(self._config, self._vllm_config, worker)
-        self._worker = WorkerGuard(worker)
+        try:
+            worker = worker or refusing_worker_connector(self._vllm_config, sizes)
+            self._worker = WorkerGuard(worker)
+        except Exception as error:  # the leader's loads would neither come nor fail
+            raise EngineMustEnd("kvcore can neither serve on this rank nor refuse") from error
+        self._warm_up(worker)
         if self._model is not None:
             watch_weights(self._vllm_config, self._worker.weights_changed)
+
+    def _warm_up(self, worker: WorkerConnector) -> None:
+        """Prepare blends. A collective if fusion is on."""
+        try:
+            warm_up_blends(self._config, self._vllm_config, worker)
+        except Exception as error:
+            if worker.meets_others:
+                raise RankLostError("this rank failed where others prepare blends") from error
+            raise
 
     def _build_worker(self, kv_caches: dict[str, torch.Tensor]) -> WorkerConnector | None:
         """Build this rank's worker; None if kvcore cannot move its KV."""
@@ -228,9 +346,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         Model Runner V1 calls it first of all. V2 first zeroes and copies the pages of models that
         need it, which `describe` refuses.
         """
-        assert isinstance(kv_connector_metadata, KVCoreMetadata)
-        if self._worker is not None:
-            self._worker.begin(kv_connector_metadata.plan())
+        worker, metadata = self._worker, kv_connector_metadata
+        assert isinstance(metadata, KVCoreMetadata)
+        if worker is not None:  # first of all what vLLM counts on, whatever fails later
+            worker.waiting.update(dict.fromkeys(metadata.promises.waiting))
+            worker.pages = set(metadata.promises.pages)
+            worker.begin(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Make the step's blends. All that follows waits for sync loads that are not layerwise.
@@ -286,12 +407,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- scheduler --------------------------------------------------------------------------
 
-    @guarded(None)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._scheduler is not None:
             self._scheduler.watch(gpu_block_pool)
 
-    @guarded((0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -308,13 +427,18 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Plan the load of the tokens that vLLM takes up. If that fails, vLLM computes them."""
         scheduler, external = self._scheduler, num_external_tokens
+        start, in_step = self._offered.pop(request.request_id, (0, False))
+        if external:
+            self._promise(request, blocks, range(start, start + external), in_step=in_step)
         if scheduler is None:
             return
-        start, in_step = self._offered.pop(request.request_id, (0, False))
 
         def lose() -> None:
-            if external:
-                scheduler.lose(request, blocks, external, start, in_step=in_step)
+            try:
+                if external:
+                    scheduler.lose(request, blocks, external, start, in_step=in_step)
+            except Exception as error:  # noqa: BLE001 - recovery does not raise
+                self._leave("an error where a load was to be told as failed", error)
 
         self._guard.run(
             "update_state_after_alloc",
@@ -323,7 +447,22 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             lose,
         )
 
-    @guarded({})
+    def _promise(
+        self, request: Request, blocks: KVCacheBlocks, tokens: range, *, in_step: bool
+    ) -> None:
+        """Note what vLLM counts on from this step: a load between steps, or pages in the step."""
+        if not in_step:
+            self._waiting.append(request.request_id)
+            return
+        [pages], [group] = blocks.get_block_ids(), self._kv_cache_config.kv_cache_groups
+        size = group.kv_cache_spec.block_size
+        self._pages += pages[tokens.start // size : -(-tokens.stop // size)]
+
+    def _take_promises(self) -> Promises:
+        taken = Promises(tuple(self._waiting), tuple(self._pages))
+        self._waiting, self._pages = [], []
+        return taken
+
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
@@ -340,20 +479,34 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         return sources
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._scheduler is None:
-            return KVCoreMetadata.of(StepPlan())
-        if self._hooked and self._vllm_config.use_v2_model_runner:
-            # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
-            scheduler_output.has_sync_kv_loads = True
-        scheduler = self._scheduler
-        return self._guard.run(
-            "build_connector_meta",
-            lambda: scheduler.build_connector_meta(scheduler_output),
-            KVCoreMetadata(),
-            scheduler.last_plan,
-        )
+        """Return the step's plan. If there is none, the workers stop and fail its promises."""
+        metadata = None
+        if (scheduler := self._scheduler) is not None:
+            if self._hooked and self._vllm_config.use_v2_model_runner:
+                # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
+                scheduler_output.has_sync_kv_loads = True
+            metadata = self._guard.run(
+                "build_connector_meta",
+                lambda: scheduler.build_connector_meta(scheduler_output),
+                None,
+                lambda: self._last_plan(scheduler),
+            )
+        if metadata is None:
+            return self._last_metadata()
+        metadata.promises = self._take_promises()
+        return metadata
 
-    @guarded(None)
+    def _last_metadata(self) -> KVCoreMetadata:
+        """Return what fails the step's promises. Without a leader it also stops the workers."""
+        return KVCoreMetadata(promises=self._take_promises(), stopped=self._left)
+
+    def _last_plan(self, scheduler: SchedulerSide) -> KVCoreMetadata | None:
+        try:
+            return scheduler.last_plan()
+        except Exception as error:  # noqa: BLE001 - recovery does not raise
+            self._leave("an error where a step was to be told as failed", error)
+            return None
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
             self._scheduler.update_connector_output(connector_output)
@@ -363,7 +516,6 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    @guarded((False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: Sequence[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -376,12 +528,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return False, None
         return False, self._scheduler.request_finished(request, block_ids)
 
-    @guarded(False)
     def has_pending_push_work(self) -> bool:
         """Return True, to keep the engine stepping, until finished saves are published."""
         return self._scheduler is not None and self._scheduler.has_work
 
-    @guarded(())
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the block events since the last call."""
         if self._scheduler is None:
@@ -389,30 +539,29 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._scheduler.take_events()
         return [engine_event(event, self._config.block.tokens) for event in events]
 
-    @guarded(True)
     def reset_cache(self) -> bool | None:
         """Follow a reset of vLLM's cache; return None if kvcore does not serve the model.
 
-        See `SchedulerSide.reset`. On an error kvcore serves nothing any more, so nothing old is.
+        See `SchedulerSide.reset`. False after an error: nothing old is served by this engine, but
+        tiers that were to be erased may not be.
         """
         if self._scheduler is None:
-            return None
+            return False if self._left else None
         self._scheduler.reset()
         return True
 
     # -- both -------------------------------------------------------------------------------
 
-    @guarded(None)
     def shutdown(self) -> None:
         """Finish the saves in flight, flush the tiers and release them. Blocks. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        if self._scheduler is not None:
-            self._scheduler.close()
-            self._scheduler = None
+        worker, leaders = self._worker, (self._scheduler, self._parted)
+        self._worker = self._scheduler = self._parted = None
+        if worker is not None:
+            attempt("shutdown", worker.close, None)
+        for leader in leaders:
+            if leader is not None:
+                attempt("shutdown", leader.close, None)
 
-    @guarded(None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         source = self._scheduler.take_stats if self._scheduler is not None else self._metrics.delta
         data = source()

@@ -2,12 +2,15 @@
 
 scheduler ──StepPlan────▶ every worker    (with each step)
 scheduler ◀──StepReport── every worker    (with each step's output)
+
+vLLM pickles both in threads of its own, where an error of kvcore would end or hang it. So neither
+raises there: what cannot be encoded or decoded becomes the word that a side has stopped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -52,10 +55,42 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     weights: int = 0
 
 
+class Promises(NamedTuple):
+    """What vLLM counts on in a step: it is told of each as arrived or as failed.
+
+    ``waiting`` are the requests that wait for a load or a blend between steps. ``pages`` are those
+    that a load in the step fills.
+    """
+
+    waiting: tuple[str, ...] = ()
+    pages: tuple[int, ...] = ()
+
+
+NO_PROMISES = Promises()
+
+
 class KVCoreMetadata(PlanMetadata[StepPlan], KVConnectorMetadata):
-    """A StepPlan on its way to the workers."""
+    """A StepPlan on its way to the workers, and beside it what can be read without the plan.
+
+    ``promises`` are those of the step. ``meetings`` is the number of its blends, before each of
+    which the ranks meet. ``stopped`` says why the scheduler's side has no plan any more.
+    """
 
     codec = Codec(StepPlan, "a step plan")
+
+    def __init__(
+        self, payload: bytes = b"", promises: Promises = NO_PROMISES, stopped: str = ""
+    ) -> None:
+        super().__init__(payload)
+        self.promises, self.stopped = promises, stopped
+        self.meetings = 0
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> KVCoreMetadata:
+        """Encode a plan."""
+        made = cls(cls.codec.encode(plan))
+        made.meetings = len(plan.blends)
+        return made
 
 
 class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
@@ -65,11 +100,15 @@ class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
         self._ranks = ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, tuple(_REPORTS.encode(report) for report in self._ranks)
+        try:
+            return _unpickled, tuple(_REPORTS.encode(report) for report in self._ranks)
+        except Exception as error:  # noqa: BLE001 - told to the scheduler's side
+            return _stopped, (f"a report could not be encoded: {error!r}",)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVCoreWorkerMetadata:
         """Return the reports of both."""
-        assert isinstance(other, KVCoreWorkerMetadata)
+        if not isinstance(other, KVCoreWorkerMetadata):
+            return _stopped(f"a report is of {type(other)}")
         return KVCoreWorkerMetadata([*self._ranks, *other._ranks])
 
     def merged(self) -> StepReport:
@@ -78,5 +117,12 @@ class KVCoreWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 def _unpickled(*payloads: bytes) -> KVCoreWorkerMetadata:
-    """Decode the reports. Raises FormatError if a payload is not a step report."""
-    return KVCoreWorkerMetadata([_REPORTS.decode(payload) for payload in payloads])
+    """Decode the reports."""
+    try:
+        return KVCoreWorkerMetadata([_REPORTS.decode(payload) for payload in payloads])
+    except Exception as error:  # noqa: BLE001 - told to the scheduler's side
+        return _stopped(f"a report could not be decoded: {error}")
+
+
+def _stopped(why: str) -> KVCoreWorkerMetadata:
+    return KVCoreWorkerMetadata([StepReport(stopped=why)])

@@ -457,6 +457,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             self._load_failed(request_id)
 
     def _take_report(self, ranks: StepReport) -> None:
+        if ranks.stopped:
+            self.disable(f"a worker has stopped: {ranks.stopped}")
         self.metrics.absorb(ranks.counted)
         if ranks.weights > self._weights:
             _log.warning("weights were changed in place: KV from before is not found any more")

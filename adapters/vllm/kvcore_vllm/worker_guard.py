@@ -1,47 +1,41 @@
 """A rank's worker whose errors do not end vLLM.
 
-    begin ──▶ the ledger takes the plan's promises ──▶ the worker carries it out
-                             │ any call raises
-                             ▼
+    promise ──▶ begin ──▶ the ledger takes the plan's graphs ──▶ the worker carries it out
+                   │ any call raises, or the plan cannot be read
+                   ▼
     no copy may still touch a page ──▶ every open promise is told as failed ──▶ the leader stops
 
-The ledger is apart from the worker's own books, which an error leaves in an unknown state. vLLM
-computes what was promised, as after a load that failed.
+The promises and the ledger are apart from the worker's own books, which an error leaves in an
+unknown state. vLLM computes what was promised, as after a load that failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.messages import StepReport
 from kvcore.connector.rank_guard import RankGuard
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph, UnitTable
-from kvcore_vllm.messages import StepPlan
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from kvcore_vllm.worker import WorkerConnector
 
 __all__ = ["WorkerGuard"]
 
 
 class _Ledger:
-    """What was promised to vLLM, and to the leader, and has not been told yet."""
+    """What was promised to the leader, and has not been told yet."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, None] = {}  # requests that wait for a load or a blend
         self.blends: dict[str, None] = {}
-        self.in_step: list[TransferGraph] = []
-        self.unfilled: list[int] = []
         self.open: dict[int, TransferGraph] = {}
         self._ended: dict[int, set[int]] = {}
 
     def promise(self, plan: StepPlan) -> None:
-        between = [*plan.async_loads, *plan.blend_loads]
-        self.waiting.update((name, None) for name, _ in between)
-        self.waiting.update(dict.fromkeys(plan.failed_loads))
         self.blends.update((order.request_id, None) for order in plan.blends)
-        self.waiting.update(self.blends)
-        self.in_step, self.unfilled = list(plan.sync_loads), list(plan.unfilled)
-        graphs = [*plan.sync_loads, *(graph for _, graph in between), *plan.fetches, *plan.spills]
+        between = [graph for _, graph in (*plan.async_loads, *plan.blend_loads)]
+        graphs = [*plan.sync_loads, *between, *plan.fetches, *plan.spills]
         graphs += [*plan.early_saves, *plan.late_saves]
         graphs += [chunk.graph for order in plan.blends for chunk in order.chunks]
         self.open.update((graph.graph_id, graph) for graph in graphs)
@@ -58,7 +52,7 @@ class _Ledger:
             if len(ended) == len(graph.ops):
                 del self.open[op.graph_id], self._ended[op.graph_id]
 
-    def take_report(self) -> StepReport | None:
+    def take_report(self, stopped: str) -> StepReport | None:
         """Return all that is open as refused, and forget it."""
         reports = [
             OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), RowError.REFUSED))
@@ -68,24 +62,16 @@ class _Ledger:
         ]
         blends = [BlendReport(name, ok=False, arrived=False) for name in self.blends]
         self.open, self._ended, self.blends = {}, {}, {}
-        return StepReport(reports, blends=blends) if reports or blends else None
-
-    def take_waiting(self) -> set[str]:
-        waiting, self.waiting = set(self.waiting), {}
-        return waiting
-
-    def take_pages(self, pages_of: Callable[[Sequence[UnitTable]], list[int]]) -> set[int]:
-        """Return the pages that the step's loads were to fill, and forget them."""
-        pages = {page for graph in self.in_step for page in pages_of(graph.units)}
-        pages.update(self.unfilled)
-        self.in_step, self.unfilled = [], []
-        return pages
+        if not (reports or blends or stopped):
+            return None
+        return StepReport(reports, blends=blends, stopped=stopped)
 
 
 class WorkerGuard:
     """Passes vLLM's calls on to a `WorkerConnector` until one of them raises.
 
-    The methods are the worker's. ``stopped`` says why it is no longer called.
+    The methods are the worker's. ``stopped`` says why it is no longer called. ``waiting`` are the
+    requests and ``pages`` those of the step that vLLM counts on: see `Promises`.
     """
 
     def __init__(self, worker: WorkerConnector) -> None:
@@ -93,16 +79,31 @@ class WorkerGuard:
         self._ledger = _Ledger()
         self._rank = RankGuard(worker, lambda: self._ledger.open)
         self._run = self._rank.run
+        self._told = ""  # why it has stopped, as the leader knows it
+        self.waiting: dict[str, None] = {}
+        self.pages: set[int] = set()
 
     @property
     def stopped(self) -> str:
         return self._rank.stopped
 
+    def halt(self, why: str, error: BaseException | None = None) -> None:
+        """Stop the rank for a reason. Raises PagesInUse if a copy may still touch a page."""
+        self._rank.halt(why, error)
+
     # -- before the forward -----------------------------------------------------------------
 
-    def begin(self, plan: StepPlan) -> None:
-        self._ledger.promise(plan)
+    def begin(self, metadata: KVCoreMetadata) -> None:
+        """Begin the plan of a step. Its promises are in ``waiting`` and ``pages`` already."""
+        unread: list[Any] = [object() for _ in range(metadata.meetings)]  # told apart as objects
+        self._rank.expect(unread)
+        if metadata.stopped:
+            self.halt(f"the scheduler's side has stopped ({metadata.stopped})")
+        plan = self._run("handle_preemptions", metadata.plan, None, always=True)
+        if plan is None:
+            return
         self._rank.expect(plan.blends)
+        self._run("handle_preemptions", lambda: self._ledger.promise(plan), None, always=True)
         self._run("handle_preemptions", lambda: self._worker.tend_tiers(plan), None, always=True)
         self._run("handle_preemptions", lambda: self._worker.begin(plan), None)
 
@@ -133,24 +134,38 @@ class WorkerGuard:
         nothing: tuple[set[str], set[str]] = (set(), set())
         finished, failed = self._run("get_transfer_results", self._worker.finished_loads, nothing)
         if self.stopped:
-            waiting = self._ledger.take_waiting()
-            return waiting, waiting
+            return self.lost_requests()
         for name in finished:
-            self._ledger.waiting.pop(name, None)
+            self.waiting.pop(name, None)
         return finished, failed
+
+    def lost_requests(self) -> tuple[set[str], set[str]]:
+        """Return all requests that wait, as ended and failed, and forget them."""
+        waiting, self.waiting = set(self.waiting), {}
+        return waiting, waiting
 
     def take_bad_pages(self) -> set[int]:
         bad = self._run("get_block_ids_with_load_errors", self._worker.take_bad_pages, set[int]())
-        pages = self._ledger.take_pages(self._worker.pages_of)
-        return pages if self.stopped else bad
+        return self.lost_pages() if self.stopped else bad
+
+    def lost_pages(self) -> set[int]:
+        """Return the pages that the step's loads were to fill, and forget them."""
+        pages, self.pages = self.pages, set()
+        return pages
 
     def take_report(self) -> StepReport | None:
         report = self._run("build_connector_worker_meta", self._worker.take_report, None)
-        if self.stopped:
-            return self._ledger.take_report()
-        if report is not None:
-            self._ledger.told(report)
-        return report
+        if report is not None and not self.stopped:
+            self._run("build_connector_worker_meta", lambda: self._ledger.told(report), None)
+        return self.last_report() if self.stopped else report
+
+    def last_report(self) -> StepReport | None:
+        """Return what the leader waits for as refused, and once why the rank has stopped."""
+        new, self._told = self.stopped if self._told != self.stopped else "", self.stopped
+        refused = self._run(
+            "its last report", lambda: self._ledger.take_report(new), None, always=True
+        )
+        return StepReport(stopped=new) if refused is None and new else refused
 
     # -- upkeep -----------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
-from support.vllm_leader import PAGES, LeaderRig
+from support.vllm_leader import BLOCK, PAGES, LeaderRig
+from support.vllm_steps import begin
 from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 
 
@@ -32,6 +33,9 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made = KVCoreConnector.__new__(KVCoreConnector)
     made._scheduler, made._worker, made._offered = rig.side, None, {}
     made._config, made._hooked, made._metrics = rig.config, False, Metrics()
+    made._waiting, made._pages, made._left, made._parted = [], [], "", None
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+    made._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])  # type: ignore[assignment]
     return made
 
 
@@ -60,7 +64,7 @@ def plan_of(connector: KVCoreConnector) -> StepPlan:
         ("take_events", lambda c, r: list(c.take_events()), []),
         ("take_stats", lambda c, r: c.get_kv_connector_stats(), None),
         ("hit_sources", lambda c, r: c.get_external_cache_hit_sources(r, 16), {}),
-        ("reset", lambda c, r: c.reset_cache(), True),
+        ("reset", lambda c, r: c.reset_cache(), False),
     ],
 )  # fmt: skip
 def test_an_error_ends_kvcore_and_not_vllm(
@@ -225,7 +229,7 @@ def worker(scripted: ScriptedWorker) -> WorkerConnector:
 
 def step(guard: WorkerGuard, plan: StepPlan) -> tuple[set[str], set[str], set[int], Any]:
     """Make the calls of one step of vLLM; return requests done and failed, pages and the report."""
-    guard.begin(plan)
+    begin(guard, plan, guard._worker)
     guard.start((), layerwise=True)
     guard.wait_for_layer("layer")
     guard.stop_clock()
@@ -328,7 +332,7 @@ def test_vllm_ends_if_a_copy_may_still_write_to_its_pages(
 ) -> None:
     monkeypatch.setattr(rank_guard, "LAND_S", 0.01)
     guard = WorkerGuard(worker)
-    guard.begin(StepPlan(async_loads=[("r", load_graph(1))]))
+    begin(guard, StepPlan(async_loads=[("r", load_graph(1))]), worker)
     scripted.count_on_device = lambda: 1
     monkeypatch.setattr(worker, "end_forward", boom)
     with pytest.raises(TransferError, match="did not end"):

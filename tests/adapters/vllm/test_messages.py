@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 from kvcore.connector.messages import StepReport
-from kvcore.errors import FormatError
 from kvcore.transfer.graph import OpReport
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan, _unpickled
 
@@ -23,9 +22,13 @@ def test_reports_of_ranks_are_pickled_as_msgpack_and_merged_once() -> None:
     assert merged.forwards == [(1, pytest.approx(0.3))]
 
 
-def test_what_is_no_report_is_refused() -> None:
-    with pytest.raises(FormatError, match="not a step report of"):
-        _unpickled(b"\xc1")
+def test_what_is_no_report_stops_kvcore_and_raises_in_no_thread_of_vllm() -> None:
+    assert "not a step report of" in _unpickled(b"\xc1").merged().stopped
+    report = StepReport([OpReport(1, 2)], counted={"name": object()})  # type: ignore[dict-item]
+    sent = pickle.loads(pickle.dumps(KVCoreWorkerMetadata([report])))
+    assert "could not be encoded" in sent.merged().stopped
+    both = KVCoreWorkerMetadata([StepReport()]).aggregate(sent).merged()
+    assert "could not be encoded" in both.stopped
 
 
 def test_a_step_without_work_is_no_bytes() -> None:

@@ -18,6 +18,7 @@ from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from kvcore_vllm.worker import WorkerConnector
+from kvcore_vllm.worker_guard import WorkerGuard
 from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 
 
@@ -83,7 +84,7 @@ def test_a_forward_is_timed_until_model_runner_v2_says_that_it_is_launched(
     worker: WorkerConnector,
 ) -> None:
     connector = KVCoreConnector.__new__(KVCoreConnector)
-    connector._worker = worker
+    connector._worker = WorkerGuard(worker)
     connector.handle_preemptions(KVCoreMetadata.of(StepPlan(timed=5)))
     connector.finish_forward()
     time.sleep(0.2)  # V2 samples here
@@ -98,7 +99,7 @@ def test_sleep_waits_for_copies_of_pages(
     worker: WorkerConnector, scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connector = KVCoreConnector.__new__(KVCoreConnector)
-    connector._worker = worker
+    connector._worker = WorkerGuard(worker)
     left = iter([2, 1, 0])
     scripted.count_on_device = lambda: next(left)
     connector.unregister_kv_caches()

@@ -28,6 +28,7 @@ from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
 from support.orders.books import Books, Step
+from support.vllm_steps import begin
 
 __all__ = ["VllmRunner"]
 
@@ -82,11 +83,11 @@ class VllmRunner:
         worker, machine = self.worker, self.rank.machine
         with machine.in_step(), machine.doing(f"step {self._number}"):
             if self._runner == 1:
-                worker.begin(plan)
+                begin(worker, plan, self.connector)
                 self._update()
             else:
                 self._update()
-                worker.begin(plan)
+                begin(worker, plan, self.connector)
             early = bool(step.sync_loads)
             if early:
                 worker.start((), layerwise=not self._full)
