@@ -94,8 +94,8 @@ def covered(neutral: Mapping[str, Neutral]) -> Callable[[_C], _C]:
 
     ``neutral`` says what each returns after an error. TypeError is raised, when the class is made,
     for a public method without one: a new method cannot be forgotten. On an error the instance's
-    ``_failed(name, error)`` is called, which stops kvcore and may return a substitute of its own;
-    None means ``neutral``. A class method only logs.
+    ``_failed(name, error, args)`` is called, which stops kvcore and may return a substitute of its
+    own; None means ``neutral``. ``args`` are the call's own. A class method only logs.
     """
 
     def decorate(cls: _C) -> _C:
@@ -140,7 +140,7 @@ def _covered(name: str, part: Any, neutral: Neutral) -> Any:
         if isinstance(owner, type):
             _log.error("an error in %s", name, exc_info=failed)
             return neutral.make()
-        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed), None)
+        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed, args), None)
         return neutral.make() if found is None else found
 
     setattr(call, _COVERED, True)

@@ -241,7 +241,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
     def _leader(self) -> Leader | None:
         return self._meeting.leader
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> None:
         self._stop(f"an error in {name}", error)
 
     def _stop(self, why: str, error: BaseException) -> None:

@@ -142,6 +142,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._offered: dict[str, tuple[int, bool]] = {}
         self._waiting: list[str] = []  # the promises of the step that is being planned
         self._pages: list[int] = []
+        self._taken: tuple[SchedulerOutput | None, Promises] = None, Promises()
         self._left = ""  # why the leader is called no more
         self._parted: SchedulerSide | None = None  # that leader, which is still to be closed
         self._layerwise = False
@@ -175,16 +176,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- after an error ---------------------------------------------------------------------
 
-    def _failed(self, name: str, error: Exception) -> Any:
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> Any:
         """Stop kvcore, and return what tells vLLM of promises that are not kept; None if none."""
-        why = f"an error in {name}"
-        worker = self._worker
-        if worker is None and name in ("update_state_after_alloc", "build_connector_meta"):
-            self._leave(why, error)  # a plan of this leader may not say what becomes of promises
-            return self._last_metadata() if name == "build_connector_meta" else None
+        why, worker = f"an error in {name}", self._worker
         if worker is None:
-            self._stop(why, error)
-            return None
+            return self._leader_failed(name, why, error, args)
+        if name == "handle_preemptions":
+            worker.count_on(args[0].promises)
         try:
             worker.halt(why, error)
         except EngineMustEnd:
@@ -198,6 +196,21 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return None, worker.lost_requests()[0]
         if name == "get_block_ids_with_load_errors":
             return worker.lost_pages()
+        return None
+
+    def _leader_failed(
+        self, name: str, why: str, error: Exception, args: tuple[Any, ...]
+    ) -> KVCoreMetadata | None:
+        if name not in ("update_state_after_alloc", "build_connector_meta"):
+            self._stop(why, error)
+            return None
+        self._leave(why, error)  # a plan of this leader may not say what becomes of promises
+        if name == "build_connector_meta":
+            return self._last_metadata(args[0])
+        request, blocks, external = args
+        if (offered := self._offered.pop(request.request_id, None)) is not None:
+            start, in_step = offered
+            self._promise(request, blocks, range(start, start + external), in_step=in_step)
         return None
 
     @functools.cached_property
@@ -348,9 +361,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         worker, metadata = self._worker, kv_connector_metadata
         assert isinstance(metadata, KVCoreMetadata)
-        if worker is not None:  # first of all what vLLM counts on, whatever fails later
-            worker.waiting.update(dict.fromkeys(metadata.promises.waiting))
-            worker.pages = set(metadata.promises.pages)
+        if worker is not None:
+            worker.count_on(metadata.promises)
             worker.begin(metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -428,7 +440,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Plan the load of the tokens that vLLM takes up. If that fails, vLLM computes them."""
         scheduler, external = self._scheduler, num_external_tokens
         start, in_step = self._offered.pop(request.request_id, (0, False))
-        if external:
+        if external:  # first of all, whatever fails later
             self._promise(request, blocks, range(start, start + external), in_step=in_step)
         if scheduler is None:
             return
@@ -458,10 +470,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         size = group.kv_cache_spec.block_size
         self._pages += pages[tokens.start // size : -(-tokens.stop // size)]
 
-    def _take_promises(self) -> Promises:
-        taken = Promises(tuple(self._waiting), tuple(self._pages))
-        self._waiting, self._pages = [], []
-        return taken
+    def _take_promises(self, output: SchedulerOutput) -> Promises:
+        """Return the promises of a step, and forget them with the next step."""
+        if self._taken[0] is not output:
+            self._taken = output, Promises(tuple(self._waiting), tuple(self._pages))
+            self._waiting, self._pages = [], []
+        return self._taken[1]
 
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
@@ -492,13 +506,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 lambda: self._last_plan(scheduler),
             )
         if metadata is None:
-            return self._last_metadata()
-        metadata.promises = self._take_promises()
+            return self._last_metadata(scheduler_output)
+        metadata.promises = self._take_promises(scheduler_output)
         return metadata
 
-    def _last_metadata(self) -> KVCoreMetadata:
+    def _last_metadata(self, output: SchedulerOutput) -> KVCoreMetadata:
         """Return what fails the step's promises. Without a leader it also stops the workers."""
-        return KVCoreMetadata(promises=self._take_promises(), stopped=self._left)
+        return KVCoreMetadata(promises=self._take_promises(output), stopped=self._left)
 
     def _last_plan(self, scheduler: SchedulerSide) -> KVCoreMetadata | None:
         try:

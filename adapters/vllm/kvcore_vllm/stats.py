@@ -54,7 +54,9 @@ class KVCoreStats(KVConnectorStats):
         """Return True if nothing was counted."""
         return not self.data
 
-    def _failed(self, name: str, error: Exception) -> KVConnectorStats | None:
+    def _failed(
+        self, name: str, error: Exception, args: tuple[Any, ...]
+    ) -> KVConnectorStats | None:
         """Log it: these counts are lost. `aggregate` goes on with its own."""
         _lost(name, error)
         return self if name == "aggregate" else None
@@ -85,5 +87,5 @@ class KVCorePromMetrics(KVConnectorPromMetrics):
             labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
             self._sink.apply(transfer_stats_data, labels)
 
-    def _failed(self, name: str, error: Exception) -> None:
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> None:
         _lost(name, error)

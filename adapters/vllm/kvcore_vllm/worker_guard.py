@@ -18,7 +18,7 @@ from kvcore.connector.fusion_messages import BlendReport
 from kvcore.connector.messages import StepReport
 from kvcore.connector.rank_guard import RankGuard
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore_vllm.messages import KVCoreMetadata, StepPlan
+from kvcore_vllm.messages import KVCoreMetadata, Promises, StepPlan
 from kvcore_vllm.worker import WorkerConnector
 
 __all__ = ["WorkerGuard"]
@@ -71,7 +71,7 @@ class WorkerGuard:
     """Passes vLLM's calls on to a `WorkerConnector` until one of them raises.
 
     The methods are the worker's. ``stopped`` says why it is no longer called. ``waiting`` are the
-    requests and ``pages`` those of the step that vLLM counts on: see `Promises`.
+    requests, and ``pages`` the pages of the step, that vLLM counts on: see `Promises`.
     """
 
     def __init__(self, worker: WorkerConnector) -> None:
@@ -82,10 +82,19 @@ class WorkerGuard:
         self._told = ""  # why it has stopped, as the leader knows it
         self.waiting: dict[str, None] = {}
         self.pages: set[int] = set()
+        self._ended: set[str] = set()  # of ``waiting``, in this step
 
     @property
     def stopped(self) -> str:
         return self._rank.stopped
+
+    def count_on(self, promises: Promises) -> None:
+        """Record what vLLM counts on in a step. Call first of all; it cannot fail."""
+        for name in self._ended:  # the step before has told vLLM
+            self.waiting.pop(name, None)
+        self._ended = set()
+        self.waiting.update(dict.fromkeys(promises.waiting))
+        self.pages = set(promises.pages)
 
     def halt(self, why: str, error: BaseException | None = None) -> None:
         """Stop the rank for a reason. Raises PagesInUse if a copy may still touch a page."""
@@ -94,7 +103,7 @@ class WorkerGuard:
     # -- before the forward -----------------------------------------------------------------
 
     def begin(self, metadata: KVCoreMetadata) -> None:
-        """Begin the plan of a step. Its promises are in ``waiting`` and ``pages`` already."""
+        """Begin the plan of a step, after `count_on`."""
         unread: list[Any] = [object() for _ in range(metadata.meetings)]  # told apart as objects
         self._rank.expect(unread)
         if metadata.stopped:
@@ -135,8 +144,7 @@ class WorkerGuard:
         finished, failed = self._run("get_transfer_results", self._worker.finished_loads, nothing)
         if self.stopped:
             return self.lost_requests()
-        for name in finished:
-            self.waiting.pop(name, None)
+        self._ended = finished
         return finished, failed
 
     def lost_requests(self) -> tuple[set[str], set[str]]:

@@ -20,7 +20,7 @@ from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 from kvcore_vllm.connector import KVCoreConnector
-from kvcore_vllm.messages import KVCoreMetadata, StepPlan
+from kvcore_vllm.messages import KVCoreMetadata, Promises, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
@@ -34,6 +34,7 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made._scheduler, made._worker, made._offered = rig.side, None, {}
     made._config, made._hooked, made._metrics = rig.config, False, Metrics()
     made._waiting, made._pages, made._left, made._parted = [], [], "", None
+    made._taken = None, Promises()
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
     made._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])  # type: ignore[assignment]
     return made

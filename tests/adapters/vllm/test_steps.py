@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvcore.harness.models import tiny_model
 from kvcore_vllm.build import _recovers_in_step
 from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.messages import Promises
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,7 @@ def test_only_for_hooks_v2_is_told_to_call_before_the_forward(hooked: bool, v2: 
     told: Any = SimpleNamespace(build_connector_meta=lambda output: output, last_plan=None)
     connector._scheduler, connector._hooked = told, hooked
     connector._waiting, connector._pages = [], []
+    connector._taken = None, Promises()
     connector._vllm_config = SimpleNamespace(use_v2_model_runner=v2)  # type: ignore[assignment]
     output: Any = connector.build_connector_meta(SchedulerOutput.make_empty())
     assert output.has_sync_kv_loads is (hooked and v2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcore.connector.guard import Guard, Neutral, covered, covers
@@ -39,7 +41,7 @@ class Half(Base):
             raise error
         return cls.__name__
 
-    def _failed(self, name: str, error: Exception) -> list[str] | None:
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> list[str] | None:
         self.told.append((name, error))
         if isinstance(error, KeyError):
             raise ValueError("a second error, in the recovery")
