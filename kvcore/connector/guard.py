@@ -110,13 +110,11 @@ def covered(neutral: Mapping[str, Neutral]) -> Callable[[_C], _C]:
 
 
 def covers(cls: type, name: str) -> bool:
-    """Return True if a method of a class cannot raise, or is not kvcore's own."""
-    for owner in cls.__mro__:
-        if name in vars(owner):
-            part = inspect.unwrap(getattr(vars(owner)[name], "__func__", vars(owner)[name]))
-            wrapped = getattr(vars(owner)[name], "__func__", vars(owner)[name])
-            return hasattr(wrapped, _COVERED) or not part.__module__.startswith("kvcore")
-    return True
+    """Return True if a method that a class has by this name cannot raise, or is not kvcore's."""
+    part = inspect.getattr_static(cls, name)
+    method = getattr(part, "__func__", part)
+    own = str(getattr(inspect.unwrap(method), "__module__", "")).startswith("kvcore")
+    return not own or hasattr(method, _COVERED)
 
 
 def _is_method(name: str, part: object) -> bool:

@@ -51,18 +51,16 @@ LEADER = ("_offer", "_launch_load", "_fences", "_take_report", "_load_ended", "_
 WORKER = ("_submit", "_collect", "_begin_blends", "_settle_failed", "_take")
 OWNERS = (SchedulerSide, WorkerGuard, _Ledger, WorkerConnector, KVCoreMetadata, RequestRecorder)
 OWNERS += (KVManager, Metrics)
-RECOVERY = (
-    (SchedulerSide, "stop"),
-    (SchedulerSide, "lose"),
-    (SchedulerSide, "last_plan"),
-    (SchedulerSide, "disable"),
-    (WorkerConnector, "abandon"),
-    (WorkerConnector, "decline_blends"),
-    (WorkerGuard, "halt"),
-    (WorkerGuard, "last_report"),
-    (_Ledger, "take_report"),
-)
-FIRST = ((SchedulerSide, "_launch_load"), (SchedulerSide, "_fences"), (WorkerConnector, "begin"))
+RECOVERY = {
+    (SchedulerSide, "_launch_load"): [(SchedulerSide, "stop"), (SchedulerSide, "lose")],
+    (SchedulerSide, "_fences"): [(SchedulerSide, "disable"), (SchedulerSide, "last_plan")],
+    (WorkerConnector, "begin"): [
+        (WorkerConnector, "abandon"),
+        (WorkerGuard, "last_report"),
+        (_Ledger, "take_report"),
+    ],
+}
+"""What kvcore calls after an error in a method, by that method."""
 
 
 class Part(NamedTuple):
@@ -82,7 +80,8 @@ class Part(NamedTuple):
         """Plant the error. The list is empty until it was raised."""
         found, raised = inspect.getattr_static(self.owner, self.name), list[bool]()
         inner = getattr(found, "__func__", found)
-        boundary = getattr(inner, "__wrapped__", None) if self.owner is KVCoreConnector else None
+        covered = hasattr(inner, "__kvcore_covered__")
+        boundary = inner.__wrapped__ if covered else None
         method = boundary or inner
 
         @functools.wraps(method)
@@ -94,7 +93,7 @@ class Part(NamedTuple):
             raised.append(True)
             raise RuntimeError(f"planted in {self}")
 
-        if boundary is not None:  # inside of the connector's boundary
+        if boundary is not None:  # inside of what covers it
             [cell] = [c for c in inner.__closure__ or () if c.cell_contents is boundary]
             cell.cell_contents = fails
         else:
@@ -126,12 +125,13 @@ def cases() -> dict[str, list[Part]]:
     parts += [Part(owner, name) for owner in OWNERS for name in methods(owner)]
     parts += [Part(SchedulerSide, name) for name in LEADER]
     parts += [Part(WorkerConnector, name) for name in WORKER]
-    parts += [Part(KVCoreStats, name) for name in ("__init__", "aggregate", "is_empty")]
+    parts += [Part(KVCoreStats, name) for name in ("aggregate", "is_empty", "reduce")]
     parts += [Part(KVCorePromMetrics, "observe"), Part(PrometheusSink, "apply", always=True)]
     found = {str(part): [part] for part in parts}
-    for first, second in itertools.product(FIRST, RECOVERY):
-        both = [Part(*first), Part(*second, always=True)]
-        found[" and ".join(map(str, both))] = both
+    for first, seconds in RECOVERY.items():
+        for second in seconds:
+            both = [Part(*first), Part(*second, always=True)]
+            found[" and ".join(map(str, both))] = both
     return found
 
 
@@ -209,7 +209,11 @@ def main(model: str) -> None:
     leader._scheduler.disabled = "for the right answers"
     right = {where: ask(text, other) for where, text in texts.items()}
     found: dict[str, dict[str, Any]] = {where: {} for where in TEXTS}
-    chosen = {n: p for n, p in cases().items() if os.environ.get("ONLY", "") in n and "transferred" not in n}
+    chosen = {
+        n: p
+        for n, p in cases().items()
+        if os.environ.get("ONLY", "") in n and "transferred" not in n
+    }
     for (name, parts), (where, text) in itertools.product(chosen.items(), texts.items()):
         anew()
         empty()
@@ -217,7 +221,6 @@ def main(model: str) -> None:
         saved()
         empty()
         with contextlib.ExitStack() as stack:
-            print("CASE", name, where, file=sys.stderr, flush=True)
             raised = [stack.enter_context(part.planted()) for part in parts]
             got = ask(text, other)
             saved()

@@ -31,6 +31,9 @@ ERRORS = {
     "DeadlineExceeded": "Nothing at once: the tokens are computed. If it happens often, loading "
     "from the tier is slower than computing: see `transfer.load_deadline_s` and "
     "`planner.enabled`.",
+    "EngineMustEnd": "Restart the engine, and report the traceback.",
+    "PagesInUse": "Restart the engine. If it happens again, look for a device or driver that hangs: "
+    "copies of KV did not end.",
     "RankLostError": "Restart the engine. If memory ran out on the rank, lower the device memory "
     "that the engine takes.",
 }

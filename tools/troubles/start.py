@@ -172,6 +172,22 @@ TURNS_OFF = [
     ),
     Trouble("%s: kvcore stands aside on this rank", OWN_ERROR, RESTART_AND_REPORT),
     Trouble(
+        "an error in %s",
+        "A second error, while kvcore recovered from the first, which the log has before it. What "
+        "the engine counts on is told as failed all the same.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "blends could not be declined; there is no other rank",
+        "The same, before a blend. The engine computes the tokens.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "an error in the metrics' %s: counts are lost",
+        "An internal error of kvcore in vLLM's metrics. Nothing else is affected.",
+        "Report the traceback.",
+    ),
+    Trouble(
         "unforeseen at the start: %s",
         "An internal error of kvcore while it looked at SGLang's model. The next line says that "
         "kvcore stands aside.",

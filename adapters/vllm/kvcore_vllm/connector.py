@@ -221,7 +221,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Stop the leader. If not even that works, it is called no more."""
         scheduler = self._scheduler
         if scheduler is None:
-            _log.error("%s", why, exc_info=error)
+            _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
             return
         try:
             scheduler.stop(why, error)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -15,13 +21,15 @@ from kvcore.config import load_config
 from kvcore.connector import rank_guard
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
-from kvcore.errors import ConfigError, TransferError, UnsupportedError
+from kvcore.connector.guard import covers
+from kvcore.errors import ConfigError, RankLostError, TransferError, UnsupportedError
 from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.messages import KVCoreMetadata, Promises, StepPlan
 from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
 from support.vllm_leader import BLOCK, PAGES, LeaderRig
@@ -51,6 +59,22 @@ def plan_of(connector: KVCoreConnector) -> StepPlan:
     metadata = connector.build_connector_meta(SchedulerOutput.make_empty())
     assert isinstance(metadata, KVCoreMetadata)
     return metadata.plan()
+
+
+INTERFACES = [
+    (KVConnectorBase_V1, KVCoreConnector),
+    (SupportsHMA, KVCoreConnector),
+    (KVConnectorStats, KVCoreStats),
+    (KVConnectorPromMetrics, KVCorePromMetrics),
+]
+
+
+@pytest.mark.parametrize(("interface", "ours"), INTERFACES)
+def test_every_method_of_vllms_interface_is_covered(interface: type, ours: type) -> None:
+    """Also one that a later version adds, if kvcore defines it."""
+    names = [name for name, part in inspect.getmembers(interface) if inspect.isroutine(part)]
+    assert names
+    assert [name for name in names if name[0] != "_" and not covers(ours, name)] == []
 
 
 # -- the scheduler's half -----------------------------------------------------------------------
@@ -145,6 +169,29 @@ def test_a_step_that_cannot_be_planned_fails_its_loads_and_saves_nothing(
     assert plan.failed_loads == ([] if in_step else [request.request_id])
     assert plan.fence == [77], "a page may be given away while it is read"
     assert rig.manager.in_flight == 0
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("second", ["stop", "lose", "last_plan"])
+def test_a_leader_whose_recovery_fails_is_called_no_more_and_its_promises_fail(
+    monkeypatch: pytest.MonkeyPatch, second: str, in_step: bool
+) -> None:
+    rig = LeaderRig()
+    connector = connector_of(rig)
+    request = offer(rig, connector, in_step=in_step)
+    monkeypatch.setattr(rig.side, second, boom)
+    monkeypatch.setattr(rig.manager, "launch_load", boom)
+    monkeypatch.setattr(rig.side, "_fences", boom)
+    connector.update_state_after_alloc(request, PAGES, 400)
+    metadata: Any = connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert metadata.stopped, "the workers stop too"
+    assert metadata.promises.waiting == (() if in_step else (request.request_id,))
+    assert metadata.promises.pages == (tuple(range(1, 26)) if in_step else ())
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    again: Any = connector.build_connector_meta(SchedulerOutput.make_empty())
+    assert again.promises == Promises(), "each is failed once"
+    assert connector.reset_cache() is False, "what was to be erased may not be"
+    connector.shutdown()
 
 
 # -- the start ----------------------------------------------------------------------------------
@@ -338,6 +385,41 @@ def test_vllm_ends_if_a_copy_may_still_write_to_its_pages(
     monkeypatch.setattr(worker, "end_forward", boom)
     with pytest.raises(TransferError, match="did not end"):
         guard.end_forward()
+
+
+def test_a_plan_that_cannot_be_read_stops_the_rank_and_fails_what_vllm_counts_on(
+    worker: WorkerConnector,
+) -> None:
+    guard = WorkerGuard(worker)
+    guard.count_on(Promises(("r",), (5, 6)))
+    guard.begin(KVCoreMetadata(b"\xc1"))
+    assert guard.finished_loads() == ({"r"}, {"r"})
+    assert guard.take_bad_pages() == {5, 6}
+    report = guard.take_report()
+    assert report is not None
+    assert report.stopped == guard.stopped == "an error in handle_preemptions"
+    assert guard.take_report() is None
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("second", ["abandon", "decline_blends"])
+def test_a_second_error_on_a_rank_ends_vllm_only_where_others_wait(
+    monkeypatch: pytest.MonkeyPatch, scripted: ScriptedWorker, second: str, alone: bool
+) -> None:
+    blends = RefusingFusionWorker(UNIT_TOKENS, *([] if alone else [lambda well: well]))
+    worker = WorkerConnector(
+        scripted.parts, blends, layer_of={"layer": 0}, page_tokens=(UNIT_TOKENS,),
+        clock=ForwardTimer(device_of(None)),
+    )  # fmt: skip
+    guard = WorkerGuard(worker)
+    monkeypatch.setattr(worker, "begin", boom)
+    monkeypatch.setattr(worker, second, boom)
+    plan = StepPlan(blends=[blend_of("a", load_graph(1))])
+    if second == "decline_blends" and not alone:
+        with pytest.raises(RankLostError):
+            step(guard, plan)
+    else:
+        assert step(guard, plan)[1] == {"a"}
 
 
 # -- weights ------------------------------------------------------------------------------------
