@@ -76,8 +76,8 @@ class Part(NamedTuple):
         return f"{self.owner.__name__}.{self.name}{when}"
 
     @contextlib.contextmanager
-    def planted(self) -> Iterator[list[bool]]:
-        """Plant the error. The list is empty until it was raised."""
+    def planted(self, *, harmless: bool = False) -> Iterator[list[bool]]:
+        """Plant the error, unless ``harmless``. The list is empty until the method was called."""
         found, raised = inspect.getattr_static(self.owner, self.name), list[bool]()
         inner = getattr(found, "__func__", found)
         covered = hasattr(inner, "__kvcore_covered__")
@@ -86,7 +86,8 @@ class Part(NamedTuple):
 
         @functools.wraps(method)
         def fails(*args: Any, **kwargs: Any) -> Any:
-            if raised and not self.always:
+            if harmless or (raised and not self.always):
+                raised.append(True)
                 return method(*args, **kwargs)
             if self.after:
                 method(*args, **kwargs)
@@ -209,26 +210,32 @@ def main(model: str) -> None:
     leader._scheduler.disabled = "for the right answers"
     right = {where: ask(text, other) for where, text in texts.items()}
     found: dict[str, dict[str, Any]] = {where: {} for where in TEXTS}
-    chosen = {
-        n: p
-        for n, p in cases().items()
-        if os.environ.get("ONLY", "") in n and "transferred" not in n
-    }
-    for (name, parts), (where, text) in itertools.product(chosen.items(), texts.items()):
+
+    def trial(parts: list[Part], where: str, **how: bool) -> tuple[list[list[int]], list[bool]]:
+        """Ask while parts are planted. Return the answers, and which of the parts were called."""
         anew()
         empty()
-        ask(text)
+        ask(texts[where])
         saved()
         empty()
         with contextlib.ExitStack() as stack:
-            raised = [stack.enter_context(part.planted()) for part in parts]
-            got = ask(text, other)
+            called = [stack.enter_context(part.planted(**how)) for part in parts]
+            got = ask(texts[where], other)
             saved()
+        return got, [bool(one) for one in called]
+
+    todo = []
+    for where in TEXTS:
+        _, called = trial(firsts := [parts[0] for parts in cases().values()], where, harmless=True)
+        names = {part for part, one in zip(firsts, called, strict=True) if one}
+        todo += [(where, *case) for case in cases().items() if case[1][0] in names]
+    for where, name, parts in todo:
+        got, raised = trial(parts, where)
         why = leader._left or leader._scheduler.disabled or guard.stopped
         empty()
-        after = ask(text)  # kvcore stands aside
+        after = ask(texts[where])  # kvcore stands aside
         found[where][name] = {
-            "raised": [bool(one) for one in raised],
+            "raised": all(raised),
             "why": why,
             "same": got == right[where],
             "after": after == right[where][:1],
