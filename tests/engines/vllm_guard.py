@@ -1,4 +1,4 @@
-"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL [start]``.
+"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL [NAME ...]``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise. The
 parts are found by looking at the classes: a method that is added later is planted too. A part
@@ -6,7 +6,8 @@ raises instead of its work, or after it; and then the recovery from that raises 
 case kvcore starts anew. Prints, by where the load was and by the part that failed, why kvcore
 stopped, and whether the answers were right, as JSON.
 
-With ``start``, what kvcore does at the start raises, and the same is printed of that.
+With names, these functions of the connector's module raise at the start, and so does the sink of
+the metrics. Prints what was raised, and the answers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import json
 import os
 import sys
@@ -166,28 +166,38 @@ def asker(llm: LLM) -> Callable[..., list[list[int]]]:
     return ask
 
 
-def main(model: str) -> None:
-    llm = build(model)
-    ask = asker(llm)
-    core = llm.llm_engine.engine_core.engine_core
-    leader, rank = core.scheduler.connector, get_kv_transfer_group()
-    guard = rank._worker
-    spec = leader._model
+class Rig:
+    """A vLLM with kvcore, its answers without kvcore, and trials of parts that raise."""
 
-    def empty() -> None:
+    def __init__(self, model: str) -> None:
+        llm = build(model)
+        self._ask = asker(llm)
+        self._core = llm.llm_engine.engine_core.engine_core
+        self.leader, self.rank = self._core.scheduler.connector, get_kv_transfer_group()
+        self._spec = self.leader._model
+        self._texts = {
+            where: windows(Path(model), 1, *bounds, seed=number)[0]
+            for number, (where, bounds) in enumerate(TEXTS.items())
+        }
+        [self._other] = windows(Path(model), 1, 100, 150, seed=9)
+        self.leader._scheduler.disabled = "for the right answers"
+        self.right = {where: self._ask(text, self._other) for where, text in self._texts.items()}
+
+    def _empty(self) -> None:
         limit = time.monotonic() + 30
-        while not core.scheduler.reset_prefix_cache(reset_connector=False):
+        while not self._core.scheduler.reset_prefix_cache(reset_connector=False):
             assert time.monotonic() < limit, "pages are in use"
-            core.step()
+            self._core.step()
 
-    def saved() -> None:
+    def _saved(self) -> None:
         limit = time.monotonic() + 30
-        while leader.has_pending_push_work() and time.monotonic() < limit:
-            core.step()
+        while self.leader.has_pending_push_work() and time.monotonic() < limit:
+            self._core.step()
             time.sleep(0.002)
 
-    def anew() -> None:
+    def _anew(self) -> None:
         """Have kvcore serve again, with an empty index, which nothing in a real run does."""
+        guard = self.rank._worker
         worker = guard._worker
         worker.quiesce(10.0)
         worker._abandoned, worker._plan = False, type(worker._plan)()
@@ -196,67 +206,70 @@ def main(model: str) -> None:
             left.clear()
         for left in (worker._bad_pages, worker._todo, worker._given_up, worker._sync):
             left.clear()
-        guard._rank.stopped = guard._told = leader._left = ""
+        guard._rank.stopped = guard._told = self.leader._left = ""
         guard._ledger.__init__()
         guard.waiting, guard.pages = {}, set()
-        leader._scheduler = leader._build_scheduler(spec)
-        leader._scheduler.watch(core.scheduler.kv_cache_manager.block_pool)
+        self.leader._scheduler = self.leader._build_scheduler(self._spec)
+        self.leader._scheduler.watch(self._core.scheduler.kv_cache_manager.block_pool)
 
-    texts = {
-        where: windows(Path(model), 1, *bounds, seed=number)[0]
-        for number, (where, bounds) in enumerate(TEXTS.items())
-    }
-    [other] = windows(Path(model), 1, 100, 150, seed=9)
-    leader._scheduler.disabled = "for the right answers"
-    right = {where: ask(text, other) for where, text in texts.items()}
-    found: dict[str, dict[str, Any]] = {where: {} for where in TEXTS}
+    def warm(self, where: str) -> None:
+        """Have a text in host memory, and not in vLLM's pages."""
+        self._anew()
+        self._empty()
+        self._ask(self._texts[where])
+        self._saved()
+        self._empty()
 
-    def trial(parts: list[Part], where: str, **how: bool) -> tuple[list[list[int]], list[bool]]:
-        """Ask while parts are planted. Return the answers, and which of the parts were called."""
-        anew()
-        empty()
-        ask(texts[where])
-        saved()
-        empty()
+    def trial(self, parts: list[Part], where: str, **how: bool) -> tuple[bool, list[bool]]:
+        """Ask while parts are planted. Return whether it was right, and which were called."""
+        self.warm(where)
         with contextlib.ExitStack() as stack:
             called = [stack.enter_context(part.planted(**how)) for part in parts]
-            got = ask(texts[where], other)
-            saved()
-        return got, [bool(one) for one in called]
+            got = self._ask(self._texts[where], self._other)
+            self._saved()
+        return got == self.right[where], [bool(one) for one in called]
 
-    todo = []
+    def called(self, where: str) -> set[Part]:
+        """Return the parts that are called without an error."""
+        parts = {Part(*part[:2]): None for part, *_ in cases().values()}
+        _, called = self.trial([*parts], where, harmless=True)
+        return {part for part, one in zip(parts, called, strict=True) if one}
+
+    def why(self) -> str:
+        """Return why kvcore has stopped."""
+        leader = self.leader
+        return leader._left or leader._scheduler.disabled or self.rank._worker.stopped
+
+    def again(self, where: str) -> bool:
+        """Ask the text after a trial, and return whether the answer is right."""
+        self._empty()
+        return self._ask(self._texts[where]) == self.right[where][:1]
+
+
+def main(model: str) -> None:
+    rig, found = Rig(model), dict[str, dict[str, Any]]()
     for where in TEXTS:
-        _, called = trial(firsts := [parts[0] for parts in cases().values()], where, harmless=True)
-        names = {part for part, one in zip(firsts, called, strict=True) if one}
-        todo += [(where, *case) for case in cases().items() if case[1][0] in names]
-    for where, name, parts in todo:
-        got, raised = trial(parts, where)
-        why = leader._left or leader._scheduler.disabled or guard.stopped
-        empty()
-        after = ask(texts[where])  # kvcore stands aside
-        found[where][name] = {
-            "raised": all(raised),
-            "why": why,
-            "same": got == right[where],
-            "after": after == right[where][:1],
-        }
-    anew()
-    empty()
-    ask(texts["in the step"])
-    saved()
-    empty()
-    ask(texts["in the step"])
-    reused = leader._scheduler.metrics.snapshot().get("kvcore_hits_total")
+        found[where] = {}
+        called = rig.called(where)
+        for name, parts in cases().items():
+            if Part(*parts[0][:2]) not in called:
+                continue
+            same, raised = rig.trial(parts, where)
+            why, after = rig.why(), rig.again(where)
+            found[where][name] = {"raised": all(raised), "why": why, "same": same, "after": after}
+    rig.warm("in the step")
+    after = rig.again("in the step")
+    reused = rig.leader._scheduler.metrics.snapshot().get("kvcore_hits_total")
     with contextlib.ExitStack() as stack:
         for part in ((SchedulerSide, "close"), (WorkerConnector, "close"), (RankGuard, "run")):
             stack.enter_context(Part(*part).planted())
-        leader.shutdown()
-        rank.shutdown()
-    answer = right["in the step"][0]
-    print(json.dumps({**found, "reused": bool(reused), "right": answer}), flush=True)
+        rig.leader.shutdown()
+        rig.rank.shutdown()
+    right = rig.right["in the step"][0]
+    print(json.dumps({**found, "reused": bool(reused) and after, "right": right}), flush=True)
 
 
-def start(model: str) -> None:
+def start(model: str, names: list[str]) -> None:
     """Let what is done at the start raise, and ask."""
     [text] = windows(Path(model), 1, *TEXTS["in the step"], seed=0)
     raised: list[str] = []
@@ -268,7 +281,7 @@ def start(model: str) -> None:
 
         return fails
 
-    for name in ("tell_untried", "warm_up_blends", "watch_weights"):
+    for name in names:
         setattr(kvcore_vllm.connector, name, planted(name))
     PrometheusSink.__init__ = planted("PrometheusSink")  # type: ignore[method-assign]
     ask = asker(build(model))
@@ -277,4 +290,4 @@ def start(model: str) -> None:
 
 
 if __name__ == "__main__":
-    start(sys.argv[1]) if sys.argv[2:] == ["start"] else main(sys.argv[1])
+    start(sys.argv[1], sys.argv[2:]) if sys.argv[2:] else main(sys.argv[1])
