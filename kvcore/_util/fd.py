@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 
-__all__ = ["Descriptor"]
+__all__ = ["Descriptor", "is_removed"]
 
 
 class Descriptor:
@@ -50,3 +50,8 @@ class Descriptor:
             self._closed = True
         if last:
             os.close(self._number)
+
+
+def is_removed(number: int) -> bool:
+    """Return True if an open file has no name any more: what is written to it is lost."""
+    return not os.fstat(number).st_nlink

@@ -164,18 +164,20 @@ class SchedulerCore(ABC, Generic[F]):
             found[HOST] = left
         return found
 
-    def _missed_little(self, name: str, hit: Hit, gain: int, tokens: int, reusable: int) -> None:
-        """Count a lookup whose ``gain`` is not worth a load, as ``tokens`` missed.
+    def _missed_little(self, name: str, hit: Hit, gain: int, computed: int, tokens: int) -> None:
+        """Count a lookup whose ``gain`` is not worth a load.
 
-        ``reusable`` is the number of tokens that a tier could have supplied. Nothing is counted if
-        the engine itself holds all tokens that the tiers hold.
+        The engine asked about ``tokens`` and holds the first ``computed`` of them itself. Those are
+        no miss: all tokens behind them are.
         """
-        if gain > 0 or reusable < self._block:
-            self.recorder.missed(name, MissReason.TOO_SHORT, tokens)
-        elif not hit.depth:
-            self.recorder.missed(name, MissReason.NOT_CACHED, tokens)
-        elif self._traits.host_only and any(source.tier != HOST for source in hit.sources):
-            self.recorder.missed(name, MissReason.PENDING, tokens)
+        missed = tokens - computed
+        if gain > 0 or missed < self._block:
+            reason = MissReason.TOO_SHORT
+        elif self._traits.host_only and hit.depth * self._block > computed:
+            reason = MissReason.PENDING
+        else:
+            reason = MissReason.NOT_CACHED
+        self.recorder.missed(name, reason, missed)
 
     def _failed(self, name: str, reused: Mapping[str, int]) -> None:
         """Count a failed load as one miss of the tokens that it was to bring.

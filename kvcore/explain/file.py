@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.fd import is_removed
 from kvcore._util.outside import decode_json, open_regular
 from kvcore._util.private import make_guarded, open_file
 from kvcore.errors import FormatError
@@ -80,15 +81,20 @@ class RecordFile:
             os.close(self._file)
 
     def _write(self, line: bytes) -> None:
+        if is_removed(self._file):
+            self._open_anew()
         if self._size + len(line) > self._half and self._size:
             os.replace(self.path, self._old)
-            full, self._file = self._file, _open(self.path)  # if that fails, `_run` closes it
-            self._size = 0
-            os.close(full)
+            self._open_anew()
         if len(line) <= min(self._half, MAX_LINE):
             self._size += os.write(self._file, line)
         else:
             self.dropped += 1
+
+    def _open_anew(self) -> None:
+        before, self._file = self._file, _open(self.path)  # if that fails, `_run` closes it
+        self._size = 0
+        os.close(before)
 
 
 def _open(path: Path) -> int:

@@ -232,18 +232,24 @@ class RequestRecorder:
         if self._weigher is not None:
             record.ask = self._weigher.ask(hit, record.tokens, computed)
 
-    def planned(self, request_id: str, plan: Plan, gain: int) -> None:
-        """Note the planner's decision about ``gain`` tokens. Recomputing them counts as a miss."""
+    def planned(self, request_id: str, plan: Plan, missed: int) -> None:
+        """Note the planner's decision. If it is to recompute, that is a miss of ``missed`` tokens.
+
+        These are all tokens that the engine does not hold itself, as for every miss.
+        """
         recompute = plan.action is Action.RECOMPUTE
         if recompute and self._metrics is not None:
-            self._metrics.looked_up({}, gain, MissReason.PLANNED)
+            self._metrics.looked_up({}, missed, MissReason.PLANNED)
         if self.journal is not None and (record := self.journal.get(request_id)) is not None:
             record.plan = plan
             if recompute:
                 self.journal.missed(request_id, Cause.PLANNED)
 
     def missed(self, request_id: str, reason: MissReason, tokens: int) -> None:
-        """Count a lookup that loads nothing, as ``tokens`` missed."""
+        """Count a lookup that loads nothing.
+
+        All ``tokens`` that the engine asked about and does not hold itself are missed.
+        """
         if self._metrics is not None:
             self._metrics.looked_up({}, tokens, reason)
         if self.journal is not None and (cause := _CAUSES.get(reason)) is not None:
@@ -277,7 +283,8 @@ class RequestRecorder:
     def failed(self, request_id: str, tokens: int) -> None:
         """Count a load that failed or came too late, as a miss of its ``tokens``.
 
-        Call once a load. The miss is counted in addition to the lookup that began the load.
+        Call once a load. The miss is counted in addition to the lookup that began the load. If the
+        load never began, pass all tokens that the engine lacked: the lookup is not counted yet.
         """
         if self._metrics is not None:
             self._metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)

@@ -40,6 +40,7 @@ show which records are whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -54,6 +55,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from kvcore._util.fd import is_removed
 from kvcore._util.private import open_file
 from kvcore.errors import FormatError
 from kvcore.fusion._chains import ChainPiece
@@ -383,6 +385,8 @@ class SegmentFile:
         assert self._key is not None
         packed = [_pack(kept.namespace, kept.piece, self._key) for kept in records]
         try:
+            if packed and is_removed(self._file):
+                raise FileNotFoundError(errno.ENOENT, "it was removed; restart to make it anew")
             _write(self._file, b"".join(packed), self._end)
         except OSError as error:
             with contextlib.suppress(OSError):  # the next write starts at the same offset

@@ -43,9 +43,9 @@ _SEPARATOR = "|"
 class MissReason(str, Enum):
     """Why a lookup gave the engine no tokens."""
 
-    NOT_CACHED = "not_cached"  # no tier holds the first block that the engine lacks
+    NOT_CACHED = "not_cached"  # no tier holds the first block that the engine itself lacks
     PENDING = "pending"  # it is being written and is not published yet
-    TOO_SHORT = "too_short"  # less than a block or than `min_load_tokens`
+    TOO_SHORT = "too_short"  # the engine lacks less than a block, or found < `min_load_tokens`
     PLANNED = "planned"  # found, but recomputing is expected to be faster
     BUSY = "busy"  # the transfer queue is full
     UNSUPPORTED = "unsupported"  # a model or request that kvcore does not support
@@ -91,7 +91,8 @@ SPECS = (
     MetricSpec(
         "kvcore_lookup_tokens_total",
         Kind.COUNTER,
-        "Tokens looked up, by result (hit or miss) and the tier they were read from",
+        "Tokens that engines asked about beyond those they held themselves, by result (hit or "
+        "miss) and the tier they were read from; tokens of a load that fails count as both",
         ("result", "tier"),
     ),
     MetricSpec("kvcore_hits_total", Kind.COUNTER, "Lookups that gave the engine tokens"),
@@ -256,6 +257,7 @@ class Metrics:
     ) -> None:
         """Count a lookup that found ``found`` tokens, by tier, and missed ``missed`` tokens.
 
+        Together they are the tokens that the engine asked about and does not hold itself.
         ``reason`` says why nothing was found (default: not cached).
         """
         for tier, tokens in found.items():

@@ -8,6 +8,7 @@ mode 0600 and is never opened through a symbolic link.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvcore._util.fd import is_removed
 from kvcore._util.private import make_guarded, open_file
 
 __all__ = ["FileTracer", "Tracer", "read_trace"]
@@ -89,6 +91,8 @@ class FileTracer(Tracer):
         line = json.dumps(event, separators=(",", ":")) + ",\n"
         self._left -= len(line)
         try:
+            if is_removed(self._file.fileno()):
+                raise FileNotFoundError(errno.ENOENT, "the file was removed")
             if self._left < 0:
                 _log.warning("trace %s is full and ends here", self.path)
                 self._end()

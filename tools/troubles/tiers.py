@@ -43,7 +43,11 @@ LOADS_AND_SAVES = [
         "The KV of a request could not be loaded. SGLang computes the request from the start.",
         "Look for the tier's own line before it.",
     ),
-    Trouble("%s tier=%s failed: %s", "An operation on a tier failed.", "Check the tier."),
+    Trouble(
+        "%s tier=%s failed: %s",
+        "An operation on a tier failed.",
+        "Check the tier. If its store was removed under the engine, restart the engine.",
+    ),
     Trouble(
         "transfer op failed graph=%d path=%s",
         "A copy failed. A load is computed; a save is dropped.",

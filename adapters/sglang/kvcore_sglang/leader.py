@@ -145,8 +145,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
             self._staging.leave(asked.wait)
             if not asked.counted:  # a request is looked up again and again while it waits
                 asked.counted = True
-                missed = asked.tokens - device_tokens
-                self._missed_little(rid, hit, gain, missed, missed)
+                self._missed_little(rid, hit, gain, device_tokens, asked.tokens)
             return 0
         asked.stop = stop
         return gain
@@ -262,12 +261,12 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
                 prepared = self._prepare(asked)
         except KVCoreError as error:
             _log.debug("request=%s is computed: %s", rid, error)
-            self.recorder.failed(rid, len(slots))
+            self.recorder.failed(rid, asked.tokens - asked.device_tokens)
             return order
         if not self._chunks_are_there(asked):
             if prepared is not None:
                 self.manager.drop_prepared(prepared)
-            self.recorder.failed(rid, len(slots))
+            self.recorder.failed(rid, asked.tokens - asked.device_tokens)
             return order
         if prepared is not None:
             self._load(rid, asked, prepared, slots[:exact], order.graphs.append)

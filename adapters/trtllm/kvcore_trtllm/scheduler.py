@@ -153,7 +153,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
             tokens = tracked.prompt_tokens
-            self._missed_little(str(tracked.request_id), hit, gain, tokens, tokens - 1)
+            self._missed_little(str(tracked.request_id), hit, gain, computed, tokens)
             return 0, False
         blocks = self._blocks(computed, stop)
         parks = (blocks[1] - blocks[0]) * self._model.shape.nbytes > (
@@ -162,7 +162,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         load = keep(self.manager, chain, blocks, () if parks else self._layer_steps)
         if load is None:
             name = str(tracked.request_id)
-            self.recorder.missed(name, MissReason.PENDING, tracked.prompt_tokens)
+            self.recorder.missed(name, MissReason.PENDING, tracked.prompt_tokens - computed)
             return 0, False
         tracked.promise = Promise(computed, stop, parks, load)
         tracked.reused = self._by_first_tier(tracked.sources, gain)

@@ -148,20 +148,19 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
 
     def _offer(self, tracked: Tracked, hit: Hit, computed: int) -> tuple[int | None, bool]:
         """Return what to load of ``hit``, as `get_num_new_matched_tokens` does, and remember it."""
-        request, name = tracked.request, tracked.request.request_id
+        name, tokens = tracked.request.request_id, tracked.request.num_tokens
         # The last token is always computed: its logits are needed.
-        stop = min(hit.depth * self._block, request.num_tokens - 1)
+        stop = min(hit.depth * self._block, tokens - 1)
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
-            tokens = request.num_tokens
-            tracked.count_miss = partial(self._missed_little, name, hit, gain, tokens, tokens - 1)
+            tracked.count_miss = partial(self._missed_little, name, hit, gain, computed, tokens)
             return 0, False
         if self._planning is not None:
-            plan = self._planning.plan(tracked.memo, hit, request.num_tokens, computed)
+            plan = self._planning.plan(tracked.memo, hit, tokens, computed)
             if plan.action is Action.RECOMPUTE:
-                tracked.count_miss = partial(self.recorder.planned, name, plan, gain)
+                tracked.count_miss = partial(self.recorder.planned, name, plan, tokens - computed)
                 return 0, False
-            self.recorder.planned(name, plan, gain)
+            self.recorder.planned(name, plan, tokens - computed)
             stop = plan.stop
             gain = stop - computed
         first, last = self._blocks(computed, stop)
@@ -170,7 +169,8 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             _log.debug("lookup request=%s waits for slots, or another's load", name)
             return None, False
         if ready is Readiness.NEVER:
-            tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, gain)
+            missed = tokens - computed
+            tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
             return 0, False
         in_step = self._loads_in_step(hit, first, last)
         tracked.offer = Offer(computed, stop, stop, in_step)
@@ -276,12 +276,14 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
     ) -> None:
         """Report ``external`` tokens from ``start`` on, which no worker loads, as lost."""
         request_id, tracked = request.request_id, self._requests.get(request.request_id)
+        missed = request.num_tokens - start
         if tracked is not None:
             tracked.may_load, tracked.waits, tracked.reused = False, not in_step, {}
+            tracked.load_tokens = missed
         if in_step:  # a graph that was planned may fill the pages all the same
             [pages], size = blocks.get_block_ids(), self._model.groups[0].page_tokens
             self._plan.unfilled += pages[start // size : -(-(start + external) // size)]
-            self.recorder.failed(request_id, external)
+            self.recorder.failed(request_id, missed)
             return
         gone = withdraw(self._plan, request_id)
         self._plan.failed_loads.append(request_id)

@@ -48,7 +48,7 @@ class Tracked:
         waits: the request waits for an asynchronous load or a blend: its pages hold no KV yet.
         load: the graph of that load.
         load_attempts: the number of loads that were planned.
-        load_tokens: the tokens of the last load, also of one that was refused.
+        load_tokens: the tokens of the last load; of one that was refused, all that vLLM lacked.
         reused: the tokens of the last load or blend, by tier.
         saved_blocks: the blocks at its start that need no further save.
         new: the request has not been looked up yet.

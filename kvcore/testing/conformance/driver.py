@@ -168,6 +168,9 @@ class Driver(ABC):
     it spends on logits.
     """
 
+    page_tokens: ClassVar[int] = 32
+    """Tokens of a page of the engine's own cache."""
+
     @abstractmethod
     def start(self, setup: Setup) -> Engine:
         """Start an engine and block until it accepts requests."""
@@ -202,9 +205,16 @@ class Driver(ABC):
         """
         return min(stored // block * block, prompt - 1)
 
-    def looks_up(self, prompt: int) -> int:
-        """Return how many tokens of a prompt of ``prompt`` tokens the engine looks up in kvcore."""
-        return prompt
+    def looks_up(self, prompt: int, held: int = 0) -> int:
+        """Return how many tokens of a prompt of ``prompt`` tokens the engine looks up in kvcore.
+
+        ``held`` of them are in the engine's own cache, which finds whole pages of them.
+        """
+        return prompt - self.holds(prompt, held)
+
+    def holds(self, prompt: int, held: int) -> int:
+        """Return how many of its ``held`` tokens the engine itself reuses for a prompt."""
+        return min(held, prompt - 1) // self.page_tokens * self.page_tokens
 
 
 def find_driver(name: str, python: Path | None = None) -> Driver:

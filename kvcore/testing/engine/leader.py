@@ -159,17 +159,17 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
                 return blend
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
-            self._missed_little(name, hit, gain, tokens, tokens - 1)
+            self._missed_little(name, hit, gain, computed, tokens)
             return None
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, tokens, computed)
-            self.recorder.planned(name, plan, gain)
+            self.recorder.planned(name, plan, tokens - computed)
             if plan.action is Action.RECOMPUTE:
                 return None
             stop = plan.stop
         ready = self.manager.can_load(hit, *self._blocks(computed, stop))
         if ready is Readiness.NEVER:
-            self.recorder.missed(name, MissReason.BUSY, stop - computed)
+            self.recorder.missed(name, MissReason.BUSY, tokens - computed)
             return None
         deadline_s = tracked.memo.deadline_s(self._deadline_s)
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcore._util.fd import Descriptor
+from kvcore._util.fd import Descriptor, is_removed
 from kvcore._util.private import NotPrivateError, open_file
 from kvcore.errors import TierUnavailable
 from kvcore.memory.buffers import Buffers
@@ -81,6 +81,16 @@ class DataFile:
         """Flush the blocks to the medium. Raise OSError if that fails. Blocks."""
         with self._file as number:
             os.fdatasync(number)
+
+    def is_removed(self) -> bool:
+        """Return True if the file was removed. Raises OSError after `close`."""
+        with self._file as number:
+            return is_removed(number)
+
+    def discard(self) -> None:
+        """Give the space of a removed file back. Reads under way find no bytes."""
+        with self._file as number:
+            os.ftruncate(number, 0)
 
     def descriptor(self) -> Descriptor:
         """Return the file, for other readers of whole slots. ``with`` it gives the number."""
@@ -166,6 +176,11 @@ class IndexFile:
         for first in range(slot, slot + count, _ERASED_AT_ONCE):
             size = min(_ERASED_AT_ONCE, slot + count - first)
             self._write(first, EMPTY_RECORD * size)
+
+    def is_removed(self) -> bool:
+        """Return True if the file was removed."""
+        with self._file as number:
+            return is_removed(number)
 
     def sync(self) -> None:
         """Flush the records to the medium. Blocks."""

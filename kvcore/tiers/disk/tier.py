@@ -80,6 +80,9 @@ class _Draft(NamedTuple):
 class DiskTier(Tier):
     """Slots of one shard of a store, and of the foreign stores that are mounted with it.
 
+    Once its files were removed, every read and write of its own store fails with TierUnavailable:
+    nothing would be found after a restart.
+
     ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``guard``,
     which ``geometry`` names, blocks are encrypted or have a MAC, and no block is read straight into
     device memory.
@@ -146,6 +149,8 @@ class DiskTier(Tier):
     # -- the contract -----------------------------------------------------------------------
 
     def write(self, requests: Sequence[BlockWrite]) -> list[TierError | None]:
+        if (gone := self._gone()) is not None:
+            return [gone] * len(requests)
         results: list[TierError | None] = [None] * len(requests)
         step = AT_ONCE if self._scratch else max(len(requests), 1)
         for first in range(0, len(requests), step):
@@ -178,6 +183,8 @@ class DiskTier(Tier):
         If the read of a block fails, the result is NotDirect: `read` then shows whether the disk
         is at fault.
         """
+        if (gone := self._gone()) is not None:
+            return [gone] * len(requests)
         results: list[TierError | None] = []
         found: list[int] = []
         sums: dict[int, int] = {}
@@ -321,10 +328,14 @@ class DiskTier(Tier):
         before them are under way.
         """
         records: dict[int, Record] = {}
+        gone = self._gone()
 
         def found() -> Iterator[Piece]:
             for i, request in enumerate(requests):
                 if request.slot >> STORE_SHIFT:
+                    continue
+                if gone is not None:
+                    results[i] = gone
                     continue
                 record = self._find(request, nbytes_of(request.buffers))
                 if isinstance(record, Record):
@@ -399,6 +410,20 @@ class DiskTier(Tier):
             return store.read(slot, request)
         except OSError as error:
             return self._unavailable("reading", request.slot, error)
+
+    def _gone(self) -> TierUnavailable | None:
+        """Return an error if the files were removed. Their space is given back then."""
+        try:
+            lost = self._data.is_removed()
+            if not (lost or self._index.is_removed()):
+                return None
+            if lost:
+                self._data.discard()
+        except OSError:
+            return None  # closed, or the medium fails: so does each block, and says why
+        return TierUnavailable(
+            f"the store {self._folder} was removed: restart the engine to make it anew"
+        )
 
     def _refuse(self, slot: int, nbytes: int) -> SlotError | None:
         if 0 <= slot < self.num_slots and self._block_nbytes <= nbytes <= self.slot_nbytes:

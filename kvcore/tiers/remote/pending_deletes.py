@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvcore._util.fd import is_removed
 from kvcore._util.private import guarded_folder, open_file
 from kvcore.model.keys import KEY_BYTES
 
@@ -77,6 +78,8 @@ class PendingDeletes:
             return
         try:
             _, file = self._held[-1] if self._held else self._make()
+            if is_removed(file):
+                _, file = self._make()
             os.lseek(file, os.fstat(file).st_size // KEY_BYTES * KEY_BYTES, os.SEEK_SET)
             _write(file, b"".join(keys))
             self._size += len(keys)

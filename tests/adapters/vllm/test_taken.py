@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from kvcore.errors import TransferError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager import KVManager, Readiness
+from kvcore.manager.load_policy import Action
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -176,6 +179,24 @@ def test_a_request_that_cannot_load_now_is_one_miss(monkeypatch: pytest.MonkeyPa
     assert side.misses == {}
     side.take(0)
     assert side.misses == {"busy": 1}
+
+
+@pytest.mark.parametrize("why", ["busy", "not_cached", "too_short", "planned", "load_failed"])
+def test_what_vllm_holds_itself_is_no_miss(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason: all tokens behind those that vLLM holds are missed, and no others."""
+    side = Side(held={"not_cached": 4, "too_short": 5}.get(why, 25))
+    monkeypatch.setattr(side.side, "_traits", replace(side.side._traits, min_load_tokens=32))
+    if why == "busy":
+        monkeypatch.setattr(side.manager, "can_load", lambda *_: Readiness.NEVER)
+    if why == "planned":
+        recompute = SimpleNamespace(action=Action.RECOMPUTE)
+        monkeypatch.setattr(side.side, "_planning", SimpleNamespace(plan=lambda *_: recompute))
+    if why == "load_failed":
+        monkeypatch.setattr(side.manager, "launch_load", Mock(side_effect=TransferError("gone")))
+    assert side.ask(64)[0] == (336 if why == "load_failed" else 0)
+    side.take(336 if why == "load_failed" else 0)
+    assert side.misses == {why: 1}
+    assert side.metrics.snapshot()["kvcore_lookup_tokens_total"] == {"miss|": 401 - 64}
 
 
 def test_a_miss_that_became_a_hit_is_none() -> None:

@@ -53,6 +53,14 @@ def test_records_come_back_newest_first_and_only_the_owner_reads_them(tmp_path: 
     assert {f.stat().st_mode & 0o777 for f in folder.iterdir()} == {0o600}
 
 
+def test_a_file_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path, 1 << 20)
+    file.path.unlink()
+    file.put({"request": "later", "at": 1})
+    file.close()
+    assert [record["request"] for record in read_records(tmp_path)] == ["later"]
+
+
 def test_the_folder_stays_below_its_capacity(tmp_path: Path) -> None:
     """Also with what engines before left, and the newest are kept."""
     capacity = 1 << 16

@@ -492,6 +492,17 @@ def test_a_failing_disk_drops_and_counts_and_may_come_back(
     segments.close()
 
 
+def test_a_file_that_is_removed_takes_no_more(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    segments = reopened(path)
+    path.unlink()
+    for _ in range(2):
+        stored(segments, text(random.Random(33), 160))
+    segments.close()
+    assert segments.dropped > 0
+    [line] = [record.message for record in caplog.records]
+    assert "it was removed; restart to make it anew" in line
+
+
 def test_records_of_a_chain_whose_beginning_is_lost_still_serve(path: Path) -> None:
     """They have no head, and are findable by what they hold."""
     prompt = text(random.Random(33), 640)

@@ -33,6 +33,16 @@ def test_spans_come_back_with_their_tracks(tmp_path: Path) -> None:
     assert len(list(read_trace(tracer.path))) == 3
 
 
+def test_a_trace_that_is_removed_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracer = FileTracer(tmp_path, "rank0")
+    tracer.path.unlink()
+    for _ in range(3):
+        tracer.span("h2d", "late", 4.0, 5.0)
+    tracer.close()
+    [line] = [record.message for record in caplog.records]
+    assert "the file was removed" in line
+
+
 def test_threads_write_whole_lines(tmp_path: Path) -> None:
     tracer = FileTracer(tmp_path, "rank0")
 
@@ -69,6 +79,9 @@ def test_a_disk_that_fails_ends_the_trace(tmp_path: Path, caplog: pytest.LogCapt
     class Full:
         closed = False
 
+        def fileno(self) -> int:
+            return whole.fileno()
+
         def write(self, line: str) -> None:
             raise OSError("no space left")
 
@@ -76,11 +89,11 @@ def test_a_disk_that_fails_ends_the_trace(tmp_path: Path, caplog: pytest.LogCapt
             self.closed = True
 
     broken: Any = Full()
-    tracer._file.close()
-    tracer._file = broken
+    tracer._file, whole = broken, tracer._file
     with caplog.at_level(logging.WARNING, "kvcore.telemetry.timeline"):
         for _ in range(3):
             tracer.span("h2d", "layers", 0.0, 1.0)
+    whole.close()
     assert broken.closed
     assert len(caplog.records) == 1
 

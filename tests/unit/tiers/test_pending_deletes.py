@@ -199,6 +199,16 @@ def test_the_next_best_folder_takes_it_and_none_is_named(
     assert "6 pending deletes cannot be recorded" in caplog.text
 
 
+def test_a_record_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+    made = record(tmp_path)
+    made.add(KEYS[:2])
+    for file in tmp_path.iterdir():
+        file.unlink()
+    made.add(KEYS[2:])
+    made.close()
+    assert record(tmp_path).read() == KEYS[2:]
+
+
 def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()

@@ -73,9 +73,13 @@ class SglangDriver(ProcessDriver):
         found = min(stored, self.looks_up(prompt)) // block * block
         return found // PAGE_TOKENS * PAGE_TOKENS
 
-    def looks_up(self, prompt: int) -> int:
-        """Return how many tokens of a prompt SGLang looks up: all except the last."""
-        return prompt - 1
+    def looks_up(self, prompt: int, held: int = 0) -> int:
+        """Return how many tokens of a prompt SGLang looks up: never the last, nor less than a page.
+
+        It does not ask at all about the rest of a prompt that fills no page.
+        """
+        asked = super().looks_up(prompt, held) - 1
+        return asked if asked >= PAGE_TOKENS else 0
 
 
 def driver() -> Driver:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from kvcore.testing.conformance.cases.equality import prompts
 from kvcore.testing.conformance.driver import Ask
-from kvcore.testing.conformance.kit import Kit, case
+from kvcore.testing.conformance.kit import BLOCK, Kit, case
+
+LOOKED_UP = "kvcore_lookup_tokens_total"
 
 
 @case("accounting")
@@ -44,7 +46,7 @@ def metrics_add_up(kit: Kit) -> None:
     asks = prompts(kit, 3100, (40, 97, 150, 201))
 
     def counted(result: str) -> float:
-        return engine.counted("kvcore_lookup_tokens_total", result=result)
+        return engine.counted(LOOKED_UP, result=result)
 
     with kit.engine() as engine:
         before = {result: counted(result) for result in ("hit", "miss")}
@@ -58,6 +60,36 @@ def metrics_add_up(kit: Kit) -> None:
         assert hit == reused > 0, f"{hit} tokens counted as hits, {reused} reused"
         asked = 2 * sum(kit.driver.looks_up(len(ask.tokens)) for ask in asks)
         assert hit + miss == asked, f"{hit} + {miss} tokens counted, {asked} looked up"
+
+
+@case("accounting")
+def held_is_no_miss(kit: Kit) -> None:
+    """What the engine held itself is neither a hit nor a miss; all behind it is one of the two."""
+    driver, long = kit.driver, kit.tokens(3400, 300)
+    steps = (
+        (long[:200], 0, 0),  # nobody holds anything
+        (long, 200, 0),  # the engine holds the beginning, and a tier no more than that
+        (long, 300, 0),  # the engine holds all that can be reused
+        (None, 0, 0),
+        (long[:90], 0, 90),  # a tier holds all of it
+        (long, 90, 300),  # the engine holds the beginning, and a tier more
+    )
+    with kit.engine() as engine:
+        for tokens, held, stored in steps:
+            if tokens is None:
+                engine.forget()
+                continue
+            before = [engine.counted(LOOKED_UP, result=result) for result in ("hit", "miss")]
+            [answer] = engine.ask([Ask(tokens)])
+            engine.settle()
+            after = [engine.counted(LOOKED_UP, result=result) for result in ("hit", "miss")]
+            hit, miss = (now - then for now, then in zip(after, before, strict=True))
+            prompt = len(tokens)
+            asked, own = driver.looks_up(prompt, held), driver.holds(prompt, held)
+            reused = max(driver.reuses(prompt, stored, BLOCK) - own, 0)
+            counts = f"{hit} + {miss} tokens counted of {asked}; the engine held {own} of {prompt}"
+            assert answer.reused_tokens == hit == reused, f"{counts}, {reused} can be reused"
+            assert hit + miss == asked, counts
 
 
 @case("accounting")

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -124,6 +125,45 @@ def test_no_direct_io_falls_back_or_is_refused(
     assert "no direct I/O" in caplog.text
     with pytest.raises(TierUnavailable, match="direct_io"), opened(path, direct_io="on"):
         pass
+
+
+@pytest.mark.usefixtures("either_way")
+def test_a_store_that_is_removed_under_a_tier_is_noticed(path: Path) -> None:
+    """Nothing more is written into files without a name, and their space is given back."""
+    blocks = some_blocks(4)
+    with opened(path) as (_, tier):
+        write_blocks(tier, blocks[:2])
+        shutil.rmtree(path)
+        for results in (
+            tier.write([block.to_write() for block in blocks[2:]]),
+            tier.read([BlockRead(block.slot, block.key, [bytearray(SLOT)]) for block in blocks]),
+        ):
+            assert {type(result) for result in results} == {TierUnavailable}
+            assert "was removed: restart the engine" in str(results[0])
+        with tier._data.descriptor() as number:
+            assert os.fstat(number).st_size == 0
+        with opened(path) as (_, other):
+            write_blocks(other, blocks)
+            assert read_back(other, blocks[0]) == blocks[0].data, "a new engine has its own"
+
+
+def test_a_mounted_store_outlives_the_removal_of_the_own_one(path: Path) -> None:
+    folder, blocks = fill(path, 2)
+    moved = path.parent / "other"
+    with opened(moved) as (store, _):
+        foreign = {1: folder}
+        mounted = MountedStore(store.folder, store.num_slots, foreign)
+        tier = DiskTier(mounted, GEOMETRY, shard=0, slot_nbytes=SLOT)
+        shutil.rmtree(moved)
+        buffers = [memoryview(bytearray(SLOT)) for _ in range(2)]
+        asked = [
+            BlockRead(blocks[0].slot, blocks[0].key, [buffers[0]]),
+            BlockRead(1 << STORE_SHIFT | blocks[1].slot, blocks[1].key, [buffers[1]]),
+        ]
+        own, foreign_one = tier.read(asked)
+        tier.close()
+        assert isinstance(own, TierUnavailable)
+        assert foreign_one is None
 
 
 def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
