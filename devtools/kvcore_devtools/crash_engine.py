@@ -110,7 +110,7 @@ class Bench:
             **tables,
             "block": {"tokens": BLOCK},
             "host": {"capacity": "512KiB", "huge_pages": False},
-            "transfer": {"batch_blocks": 2},
+            "transfer": {"batch_blocks": 2, **tables.get("transfer", {})},
             "disk": disk,
             "log": {"level": "error"},
         }

@@ -61,8 +61,8 @@ SEAMS = {
     "server": (Seam.FILE_WRITE, Seam.FILE_WRITE, Seam.RECORD, Seam.SYNC, Seam.FILE_READ),
     "engine": (Seam.SAVE, Seam.SAVE, Seam.LOAD, Seam.REPORT, Seam.SUBMIT),
 }
-DEADLINE_S = 5.0
-"""Seconds that an engine waits for a killed server, once."""
+DEADLINE_S = 2.0
+"""Seconds that an engine waits for a killed server: once for a reply, and once for a load."""
 PATIENT_S = 30.0
 READY = "ready"
 
@@ -170,7 +170,10 @@ class _Child:
 def _settings(bench: Bench, deadline_s: float) -> Config:
     """Return the config of the server and its clients."""
     shared = {"address": "local", "folder": str(bench.folder / "in")}
-    return bench.config(server={**shared, "deadline_s": deadline_s, "lease_s": PATIENT_S})
+    return bench.config(
+        server={**shared, "deadline_s": deadline_s, "lease_s": PATIENT_S},
+        transfer={"load_deadline_s": deadline_s},
+    )
 
 
 class _Watched(Server):

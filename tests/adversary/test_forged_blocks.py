@@ -511,6 +511,34 @@ def test_a_value_put_back_after_a_clear_is_the_same_kv(
     assert found.reused > 0
 
 
+def without_a_seal(value: bytes, block: bytes) -> bytes:
+    """Return what anybody can make who does not know of the secret."""
+    header = header_of(value)
+    digest = checksum(header.key, [memoryview(block)], len(block))
+    return header._replace(flags=0, nonce=b"", checksum=digest).pack() + block
+
+
+def with_its_own_seal(value: bytes, block: bytes) -> bytes:
+    """Return other KV behind the deployment's own header: its flag, its nonce and its tag."""
+    return header_of(value).pack() + block
+
+
+def with_the_seal_of_another(value: bytes, block: bytes) -> bytes:
+    """Return other KV that somebody with another key has sealed."""
+    header = header_of(value)
+    guard = OTHER_MAC if header.flags == OTHER_MAC.flag else OTHER_CIPHER
+    into = memoryview(bytearray(block))
+    data = header.associated_data
+    nonce, tag = guard.seal([memoryview(block)], len(block), data, into)
+    return header._replace(nonce=nonce, checksum=tag).pack() + bytes(into)
+
+
+def header_of(value: bytes) -> Header:
+    header = Header.unpack(value[:HEADER_NBYTES])
+    assert header is not None
+    return header
+
+
 @pytest.mark.parametrize("sealed", [False, True], ids=["mac", "aead"])
 def test_an_engine_recomputes_what_was_forged_in_a_real_redis(
     start_server: Start,
@@ -520,7 +548,7 @@ def test_an_engine_recomputes_what_was_forged_in_a_real_redis(
     monkeypatch: pytest.MonkeyPatch,
     sealed: bool,
 ) -> None:
-    """Every value of the server is replaced by one with other KV and right checksums."""
+    """Every value of the server is replaced by one with other KV, in each way in turn."""
     need_client("redis")
     import redis as client
 
@@ -534,23 +562,19 @@ def test_an_engine_recomputes_what_was_forged_in_a_real_redis(
     serve(tables, prompt)
     assert serve(tables, prompt).reused > 0
     connection = client.Redis(port=server.port)
-    names = [name for name in connection.keys() if b"/splits/" not in name]  # noqa: SIM118
-    assert names
-    for name in names:
-        value = connection.get(name)
-        header = Header.unpack(value[:HEADER_NBYTES])
-        assert header is not None
-        assert header.flags == (1 if sealed else 2)
-        block = random.Random(str(name)).randbytes(header.nbytes)
-        lie = header._replace(
-            flags=0, nonce=b"", checksum=checksum(header.key, [memoryview(block)], len(block))
-        )
-        connection.set(name, lie.pack() + block)
-    found = serve(tables, prompt)
-    assert found.answers == [plain(prompt)]
-    assert not found.reused
-    assert found.refused.get("forged", 0) >= 1
-    assert serve(tables, prompt).reused > 0, "the good values are back"
+    for lie in (without_a_seal, with_its_own_seal, with_the_seal_of_another):
+        names = [name for name in connection.keys() if b"/splits/" not in name]  # noqa: SIM118
+        assert names
+        for name in names:
+            value = connection.get(name)
+            header = header_of(value)
+            assert header.flags == (1 if sealed else 2)
+            connection.set(name, lie(value, random.Random(str(name)).randbytes(header.nbytes)))
+        found = serve(tables, prompt)
+        assert found.answers == [plain(prompt)], lie.__name__
+        assert not found.reused, lie.__name__
+        assert found.refused.get("forged", 0) >= 1, lie.__name__
+        assert serve(tables, prompt).reused > 0, "the good values are back"
     connection.close()
 
 

@@ -141,6 +141,7 @@ def test_a_promise_holds_when_the_server_ends_behind_it(
     def then_the_end(*given: Any, **options: Any) -> Any:
         prepared = prepare(*given, **options)
         server.close()
+        hurry(manager.keeper)
         looks.wait(5)
         return prepared
 

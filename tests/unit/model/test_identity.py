@@ -22,6 +22,7 @@ from kvcore.model.identity import (
     hooked,
     lora_identity,
     rope_rule,
+    settings_digest,
     weights_identity,
 )
 from kvcore.model.keys import Namespace
@@ -304,3 +305,15 @@ def test_kv_made_under_hooks_around_attention_is_kept_apart() -> None:
     assert {len(kind) for kind in kinds} == {32}
     assert hooked(own, [*one, *other]) == hooked(own, [*other, *one])
     assert hooked(b"g" * 32, one) != hooked(own, one)
+
+
+def test_settings_are_alike_with_the_same_secret_and_salt_only() -> None:
+    def digest(**given: str) -> bytes:
+        return settings_digest(NamespaceConfig(**given))
+
+    secret, other = "s" * 32, "t" * 32
+    given = [{}, {"secret": secret}, {"secret": other}, {"salt": "a"}, {"salt": "b"}]
+    given += [{"secret": secret, "salt": "a"}, {"secret": secret, "salt": "b"}]
+    assert len({digest(**one) for one in given}) == len(given)
+    assert all(digest(**one) == digest(**one) for one in given)
+    assert {len(digest(**one)) for one in given} == {16}

@@ -9,6 +9,22 @@ import pytest
 from kvcore.model.key_table import KeyTable
 
 
+def places(table: KeyTable) -> int:
+    """Return how many ids there is room for."""
+    return table._ids.nbytes // 4
+
+
+@pytest.mark.parametrize("expected", [100, 127, 128, 170, 171, 1000])
+def test_it_is_allocated_for_as_many_keys_as_are_expected(expected: int) -> None:
+    table = KeyTable(expected)
+    table.grow(expected)
+    before = places(table)
+    assert before <= 3 * expected, "no more memory than the module says"
+    for node in range(expected):
+        table.put(node.to_bytes(16, "big"), node)
+    assert places(table) == before
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_key_table_against_a_dict(seed: int) -> None:
     rng = random.Random(seed)
@@ -32,6 +48,7 @@ def test_key_table_against_a_dict(seed: int) -> None:
             table.put_all(many, nodes)
             twin.update(zip(many, nodes, strict=True))
         assert len(table) == len(twin)
+        assert 3 * len(table) <= 2 * places(table)
         assert all(table.get(k) == twin.get(k) for k in universe)
         assert sorted(table.nodes()) == sorted(twin.values())
     with pytest.raises(KeyError):

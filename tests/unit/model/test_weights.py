@@ -235,6 +235,13 @@ def test_a_header_that_is_not_safetensors_is_refused(tmp_path: Path, header: byt
         fingerprint_files(tmp_path)
 
 
+def test_a_file_of_tensors_may_hold_none(tmp_path: Path) -> None:
+    safetensors(tmp_path / "model.safetensors", {})
+    empty = fingerprint_files(tmp_path)
+    safetensors(tmp_path / "model.safetensors")
+    assert fingerprint_files(tmp_path) != empty
+
+
 def test_an_archive_of_an_unknown_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     with zipfile.ZipFile(path, "w") as archive:

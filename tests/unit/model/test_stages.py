@@ -1,0 +1,68 @@
+"""Which layers a rank holds, with pipeline stages and groups of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcore.errors import LayoutError
+from kvcore.model.parts import Part
+from kvcore.model.shape import BlockShape
+from kvcore.model.spec import LayerGroup, ModelDescription, even_stages
+
+SHAPE = BlockShape(layers=6, kv_heads=4, head_dim=8, block_tokens=16, dtype="int8")
+EVEN = LayerGroup(0, 16, (0, 2, 4), ("a", "c", "e"))
+ODD = LayerGroup(1, 32, (5, 3, 1))
+
+
+def model(ranks: int, **options: Any) -> ModelDescription:
+    return ModelDescription(SHAPE, (EVEN, ODD), b"model", ranks, **options)
+
+
+def test_without_stages_every_rank_holds_every_layer() -> None:
+    made = model(2)
+    assert made.stages == ((0, 6),)
+    assert made.tensor_ranks == 2
+    assert [made.part(rank) for rank in range(2)] == [Part((0, 2), (0, 6)), Part((2, 4), (0, 6))]
+    assert made.rank_groups(1) == (EVEN, ODD)
+
+
+def test_ranks_of_a_stage_are_consecutive_and_share_its_heads() -> None:
+    made = model(4, stages=((0, 2), (2, 6)))
+    assert made.tensor_ranks == 2
+    assert [made.part(rank) for rank in range(4)] == [
+        Part((0, 2), (0, 2)), Part((2, 4), (0, 2)), Part((0, 2), (2, 6)), Part((2, 4), (2, 6)),
+    ]  # fmt: skip
+    assert made.rank_shape(3) == SHAPE.with_heads(2).with_layers(4)
+
+
+def test_a_rank_has_the_layers_of_each_group_that_are_its_stages() -> None:
+    """In the group's own order, with their names; a group may be empty."""
+    made = model(3, stages=((0, 1), (1, 4), (4, 6)))
+    assert made.rank_groups(0) == (LayerGroup(0, 16, (0,), ("a",)), LayerGroup(1, 32, ()))
+    assert made.rank_groups(1) == (LayerGroup(0, 16, (2,), ("c",)), LayerGroup(1, 32, (3, 1)))
+    assert made.rank_groups(2) == (LayerGroup(0, 16, (4,), ("e",)), LayerGroup(1, 32, (5,)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        (2, ((0, 3), (4, 6))),  # a layer is nowhere
+        (2, ((0, 4), (3, 6))),  # a layer is twice
+        (2, ((1, 3), (3, 6))),  # the first is nowhere
+        (2, ((0, 3), (3, 5))),  # the last is nowhere
+        (2, ((0, 3), (3, 7))),  # there are no more
+        (3, ((0, 3), (3, 3), (3, 6))),  # an empty one
+        (2, ((3, 6), (0, 3))),  # in another order
+        (3, ((0, 3), (3, 6))),  # with one and with two ranks
+    ],
+)
+def test_stages_that_do_not_split_the_layers_are_refused(ranks: int, stages: Any) -> None:
+    with pytest.raises(LayoutError, match="must split 6 layers in order"):
+        model(ranks, stages=stages)
+
+
+def test_even_stages_split_the_layers() -> None:
+    assert even_stages(7, 3) == ((0, 2), (2, 4), (4, 7))
+    assert model(3, stages=even_stages(6, 3)).stages == ((0, 2), (2, 4), (4, 6))
