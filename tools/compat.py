@@ -139,7 +139,8 @@ def _methods(wants: Sequence[Want]) -> list[str]:
         if isinstance(want, Either):
             texts += [text for group in want.groups for text in _methods(group)]
         elif isinstance(want, Overrides):
-            texts += [f"{n}{parameters(node)}" for n, node in sorted(want.methods().items())]
+            methods = sorted(want.methods().items())
+            texts += [f"{n}{parameters(node)}" for n, node in methods if not n.startswith("_")]
     return texts
 
 
