@@ -94,9 +94,7 @@ class Flights:
         self._share = -(-options.device_slots // 2)
         # A read op must not name a staging slot twice.
         self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
-        """The most blocks of one op of a backing tier."""
-        self.piece = options.piece_blocks
-        """The most blocks of one op from host memory to the device; None is no limit."""
+        """The most blocks of one op."""
         self.ids = itertools.count(1) if ids is None else ids
         self._max_in_flight = options.max_in_flight
         self._clock = clock

@@ -149,7 +149,6 @@ class Loader:
                 units,
                 batch_rows=batch,
                 layers=layers,
-                piece_rows=self._flights.piece,
                 deadline_s=deadline_s,
                 nodes=self._nodes(hit, blocks),
                 staged=staged,

@@ -62,10 +62,6 @@ __all__ = [
     "with_control",
 ]
 
-PIECE_NBYTES = 256 << 20
-"""The most bytes that one operation of a load copies on a rank: 5 ms at 50 GB/s. Another request's
-load waits for three of them at most."""
-
 _log = logging.getLogger("kvcore.connector")
 
 
@@ -105,7 +101,7 @@ def device_slots(config: Config, model: ModelDescription) -> int:
     disk = config.disk
     if disk.path is None or disk.to_device == "off" or config.server.address is not None:
         return 0
-    largest = _largest_slot(model)
+    largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
     slots = disk.device_staging // largest
     if not slots:
         _log.warning(
@@ -115,11 +111,6 @@ def device_slots(config: Config, model: ModelDescription) -> int:
             largest,
         )
     return slots
-
-
-def _largest_slot(model: ModelDescription) -> int:
-    """Return the bytes of a block on the rank with the largest part of it."""
-    return max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
 
 
 def geometry(model: ModelDescription) -> Geometry:
@@ -262,7 +253,6 @@ def build_manager(
             staging_slots=range(slots.indexed, slots.total),
             device_slots=device_slots(config, model),
             batch_blocks=config.transfer.batch_blocks,
-            piece_blocks=max(1, PIECE_NBYTES // _largest_slot(model)),
             write_through_in_save=write_through_in_save,
         ),
         metrics=metrics,

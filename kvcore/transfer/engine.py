@@ -1,19 +1,10 @@
 """Runs transfer graphs: one queue per path, each op started when its deps have ended.
 
-    order   priority ──▶ turn ──▶ wave ──▶ first layer ──▶ arrival
+    order   priority ──▶ wave ──▶ first layer ──▶ arrival
 
 A wave is a set of graphs that are waited for together, layer by layer: the loads of a step, or the
 chunks of a blend. Layer 0 of all graphs of a wave is copied before layer 1 of any of them, and an
 earlier wave before a later one.
-
-A large load is several ops, one for some of its rows (`kvcore.transfer.plan.build_load`). Its first
-op has the *turn* that the path has come to, and each further op the next turn. A load that is
-submitted meanwhile therefore passes all of it but what has begun, and large loads alternate:
-
-    turn            7     8     9     10
-    a large load    op 0  op 1  op 2  op 3
-    another, submitted in turn 8
-                          op 0  op 1  op 2
 
     op      created ──▶ ready ──▶ running ──▶ issued ──▶ completed | failed
                   │       │           └──────────────────▶
@@ -26,12 +17,8 @@ own stream wait for the rest. All reasons why rows of an op may fail are known b
 was issued can fail only if the device itself fails. Dependent ops and reports wait for the end.
 
 At most `SAVES_ISSUED` ops of saves a thread are issued and have not ended, so that a load finds
-little before it on the device. The same holds for the later ops of large loads (`LOADS_ISSUED`).
-The first op of a load is issued as soon as it is ready, and so is any op that `wait_issued` waits
-for.
-
-Small saves are carried out together, because an op costs the interpreter as much for one block as
-for a hundred. Each of them is still an op with its own report.
+little before it on the device. Loads are issued as soon as they are ready, and so is any op that
+`wait_issued` waits for.
 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
 failed upstream. The outcome of each op is reported as an ``OpReport``.
@@ -46,32 +33,21 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from enum import Enum
 from queue import SimpleQueue
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 from kvcore._util.cpus import settle_thread
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
 
-__all__ = [
-    "Executor",
-    "Issued",
-    "MergingExecutor",
-    "OpState",
-    "OpTiming",
-    "TransferEngine",
-    "Work",
-]
+__all__ = ["Executor", "Issued", "OpState", "OpTiming", "TransferEngine"]
 
 _log = logging.getLogger("kvcore.transfer")
 
 SAVES_ISSUED = 2
 """The most ops of saves and spills that a thread has issued and that have not ended."""
-
-LOADS_ISSUED = 2
-"""The same for later ops of large loads: while one is copied, the next is in the queue."""
 
 _AWAITED = -1
 """The priority of ops that somebody waits for."""
@@ -111,14 +87,6 @@ class Issued(Protocol):
         ...
 
 
-class Work(NamedTuple):
-    """Rows of an op that an executor is to copy."""
-
-    graph: TransferGraph
-    op: TransferOp
-    rows: list[int]
-
-
 class Executor(Protocol):
     """Moves the bytes of one path."""
 
@@ -133,21 +101,10 @@ class Executor(Protocol):
         ...
 
 
-class MergingExecutor(Executor, Protocol):
-    """An executor for which several small ops cost little more than one."""
-
-    def run_together(self, works: Sequence[Work]) -> Issued | None:
-        """Copy the rows of several ops. Returns what to wait for; None if they are copied.
-
-        If it raises, nothing that it has begun is still under way. Each op is then run alone.
-        """
-        ...
-
-
 _Which = Callable[[TransferOp], bool]
 
-_Entry = tuple[int, int, int, int, int, int, int]
-"""Priority, turn, wave, first layer, arrival, id of the graph, and position of the op in it."""
+_Entry = tuple[int, int, int, int, int, int]
+"""Priority, wave, first layer, arrival, id of the graph, and position of the op in it."""
 
 
 class OpTiming(NamedTuple):
@@ -161,34 +118,22 @@ class OpTiming(NamedTuple):
     started: float
 
 
-class _Limit(Enum):
-    """What an op that is issued counts against until it ends."""
-
-    NONE = "none"
-    SAVES = "saves"
-    LOADS = "loads"
-
-
 class _Taken(NamedTuple):
-    """An op that a thread carries out."""
+    """An op that a thread carries out. ``limited`` if it counts against `SAVES_ISSUED`."""
 
     run: _ActiveGraph
     position: int
     upstream: dict[int, RowError]
     rows: list[int]
-    limit: _Limit
+    limited: bool
 
     @property
     def op(self) -> TransferOp:
         return self.run.graph.ops[self.position]
 
-    @property
-    def work(self) -> Work:
-        return Work(self.run.graph, self.op, self.rows)
 
-
-_Ends = SimpleQueue[tuple[list[_Taken], Issued] | None]
-"""What a thread has issued together, in order; None after the last."""
+_Ends = SimpleQueue[tuple[_Taken, Issued] | None]
+"""What a thread has issued, in order; None after the last."""
 
 
 class _ActiveGraph:
@@ -203,7 +148,6 @@ class _ActiveGraph:
         self.failed: dict[int, RowError] = {}
         self.issued: dict[int, Issued] = {}  # by position
         self.awaited: set[int] = set()  # positions of ops that were put first
-        self.pieces = _pieces(graph)
 
     def positions(self, which: _Which) -> list[int]:
         return [i for i, op in enumerate(self.graph.ops) if which(op)]
@@ -229,8 +173,6 @@ class TransferEngine:
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
     At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran.
-    ``together`` is the most rows of saves that are carried out at once, for paths whose executor is
-    a `MergingExecutor`.
     ``near`` are cores that the threads prefer (`settle_thread`).
     """
 
@@ -239,7 +181,6 @@ class TransferEngine:
         executors: Mapping[Path, Executor],
         *,
         threads: Mapping[Path, int] | None = None,
-        together: Mapping[Path, int] | None = None,
         queue_depth: int = 4096,
         observer: Callable[[OpTiming], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -260,13 +201,7 @@ class TransferEngine:
         self._order = 0
         self._closed = False
         counts = threads or {}
-        self._together = dict(together or {})
-        self._turns = dict.fromkeys(self._executors, 0)
-        self._may_issue = {
-            (path, limit): most * counts.get(path, 1)
-            for path in self._executors
-            for limit, most in ((_Limit.SAVES, SAVES_ISSUED), (_Limit.LOADS, LOADS_ISSUED))
-        }
+        self._may_issue = {path: SAVES_ISSUED * counts.get(path, 1) for path in self._executors}
         self._enders: list[threading.Thread] = []
         self._threads = [
             threading.Thread(
@@ -473,8 +408,7 @@ class TransferEngine:
     def _queue(self, run: _ActiveGraph, position: int, priority: int) -> None:
         op = run.graph.ops[position]
         layer = 0 if op.layers is None else op.layers.start
-        turn = self._turns[op.path] + run.pieces[position]
-        rank = priority, turn, run.wave, layer, self._next()
+        rank = priority, run.wave, layer, self._next()
         heapq.heappush(self._queues[op.path], (*rank, run.graph.graph_id, position))
         self._work[op.path].notify()
 
@@ -531,33 +465,21 @@ class TransferEngine:
     def _serve(self, path: Path) -> None:
         settle_thread(background=path.writes_tier, near=self._near)
         ends: _Ends | None = None
-        while group := self._take(path):
-            for taken, outcome, started in self._carried_out(path, group):
-                if isinstance(outcome, dict):
-                    self._end(taken, outcome, started, self._clock() - started)
-                    continue
-                if ends is None:
-                    ends = self._start_ender(path)
-                with self._lock:
-                    for one in taken:
-                        one.run.states[one.position] = OpState.ISSUED
-                        one.run.issued[one.position] = outcome
-                    self._changed.notify_all()
-                ends.put((taken, outcome))
+        while (taken := self._take(path)) is not None:
+            started = self._clock()
+            outcome = self._execute(taken.run.graph, taken.op, taken.rows)
+            if isinstance(outcome, dict):
+                self._end(taken, outcome, started, self._clock() - started)
+                continue
+            if ends is None:
+                ends = self._start_ender(path)
+            with self._lock:
+                taken.run.states[taken.position] = OpState.ISSUED
+                taken.run.issued[taken.position] = outcome
+                self._changed.notify_all()
+            ends.put((taken, outcome))
         if ends is not None:
             ends.put(None)
-
-    def _carried_out(
-        self, path: Path, group: list[_Taken]
-    ) -> Iterator[tuple[list[_Taken], dict[int, RowError] | Issued, float]]:
-        """Carry out ops. Yields those that share an outcome, it, and when they were started."""
-        started = self._clock()
-        if len(group) > 1 and (outcome := self._execute_together(path, group)) is not None:
-            yield group, outcome, started
-            return
-        for one in group:
-            started = self._clock()
-            yield [one], self._execute(one.run.graph, one.op, one.rows), started
 
     def _start_ender(self, path: Path) -> _Ends:
         """Start the thread that waits for what this thread issues."""
@@ -572,119 +494,55 @@ class TransferEngine:
     def _see_ends(self, ends: _Ends) -> None:
         settle_thread(background=False, near=self._near)
         while (one := ends.get()) is not None:
-            group, copies = one
+            taken, copies = one
             failed: dict[int, RowError] = {}
             seconds = 0.0
             try:
                 copies.wait()
                 seconds = copies.seconds()
             except Exception:  # noqa: BLE001 - thread boundary: the device has failed
-                for taken in group:
-                    self._log_failure(taken.run.graph, taken.op)
-                rows = {row for taken in group for row in taken.rows}
-                failed = dict.fromkeys(rows, RowError.INTERNAL)
-            self._end(group, failed, self._clock() - seconds, seconds)
+                self._log_failure(taken.run.graph, taken.op)
+                failed = dict.fromkeys(taken.rows, RowError.INTERNAL)
+            self._end(taken, failed, self._clock() - seconds, seconds)
 
     def _end(
-        self, group: list[_Taken], failed: dict[int, RowError], started: float, seconds: float
+        self, taken: _Taken, failed: dict[int, RowError], started: float, seconds: float
     ) -> None:
-        """End ops that were carried out together, in ``seconds``: rows in ``failed`` have failed.
-
-        Each of them is observed with its share of the time.
-        """
+        run, op = taken.run, taken.op
         with self._lock:
-            for taken in group:
-                run, path = taken.run, taken.op.path
-                if taken.limit is not _Limit.NONE:
-                    self._may_issue[path, taken.limit] += 1
-                    self._work[path].notify()
-                mine = {row: error for row, error in failed.items() if row in taken.rows}
-                self._finish(run, taken.position, {**taken.upstream, **mine})
-                self._advance(run)
-                self._forget_if_ended(run)
+            if taken.limited:
+                self._may_issue[op.path] += 1
+                self._work[op.path].notify()
+            self._finish(run, taken.position, {**taken.upstream, **failed})
+            self._advance(run)
+            self._forget_if_ended(run)
             self._changed.notify_all()
-        if self._observer is None:
-            return
-        whole = sum(len(taken.rows) for taken in group)
-        for taken in group:
-            rows = len(taken.rows)
-            lost = sum(row in failed for row in taken.rows)
-            share = seconds * rows / whole if whole else seconds
-            graph_id = taken.run.graph.graph_id
-            self._observer(OpTiming(taken.op, rows, lost, share, graph_id, started))
-            started += share
+        if self._observer is not None:
+            graph_id, rows = run.graph.graph_id, len(taken.rows)
+            self._observer(OpTiming(op, rows, len(failed), seconds, graph_id, started))
 
-    def _take(self, path: Path) -> list[_Taken]:
-        """Block until an op of ``path`` may start, and take it; [] when the engine closes.
-
-        With an op of a save, those after it are taken that may be carried out together with it.
-        """
+    def _take(self, path: Path) -> _Taken | None:
+        """Block until an op of ``path`` may start; None when the engine closes."""
+        queue = self._queues[path]
         with self._lock:
             while True:
-                first = self._first(path)
-                if first is not None and self._may_start(path, first):
-                    return self._taken_with(path, self._taken(path))
-                if self._closed and first is None:
-                    return []
+                while queue and not self._is_ready(*queue[0][-2:]):
+                    heapq.heappop(queue)
+                if queue and (queue[0][0] <= Priority.LOAD or self._may_issue[path] > 0):
+                    return self._taken(path, *heapq.heappop(queue)[-2:])
+                if self._closed and not queue:
+                    return None
                 self._work[path].wait()
 
-    def _first(self, path: Path) -> _Entry | None:
-        """Return the entry of the op of ``path`` that comes next; forget those that are void."""
-        queue = self._queues[path]
-        while queue and not self._is_ready(*queue[0][-2:]):
-            heapq.heappop(queue)
-        return queue[0] if queue else None
-
-    def _may_start(self, path: Path, entry: _Entry) -> bool:
-        priority, *_, graph_id, position = entry
-        limit = self._limit(self._runs[graph_id], position)
-        if priority == _AWAITED or limit is _Limit.NONE:
-            return True
-        return self._may_issue[path, limit] > 0
-
-    def _limit(self, run: _ActiveGraph, position: int) -> _Limit:
-        if run.graph.priority > Priority.LOAD:
-            return _Limit.SAVES
-        return _Limit.LOADS if run.pieces[position] else _Limit.NONE
-
-    def _taken(self, path: Path, *, joins: bool = False) -> _Taken:
-        """Take the first op of ``path``. One that joins another counts against no limit."""
-        priority, turn, *_, graph_id, position = heapq.heappop(self._queues[path])
-        if priority != _AWAITED:
-            self._turns[path] = max(self._turns[path], turn)
+    def _taken(self, path: Path, graph_id: int, position: int) -> _Taken:
         run = self._runs[graph_id]
         run.states[position] = OpState.RUNNING
-        limit = _Limit.NONE if joins else self._limit(run, position)
-        if limit is not _Limit.NONE:
-            self._may_issue[path, limit] -= 1
+        limited = run.graph.priority > Priority.LOAD
+        if limited:
+            self._may_issue[path] -= 1
         span = range(*run.graph.ops[position].rows)
         upstream = {row: RowError.UPSTREAM for row in span if row in run.failed}
-        return _Taken(run, position, upstream, [r for r in span if r not in upstream], limit)
-
-    def _taken_with(self, path: Path, taken: _Taken) -> list[_Taken]:
-        """Take the saves that are carried out together with one that was taken."""
-        group, left = [taken], self._together.get(path, 0) - len(taken.rows)
-        if taken.run.graph.priority <= Priority.LOAD:
-            return group
-        while (entry := self._first(path)) is not None:
-            run, position = self._runs[entry[-2]], entry[-1]
-            rows = run.graph.ops[position].rows.size
-            if rows > left or run.graph.priority <= Priority.LOAD:
-                break
-            group.append(self._taken(path, joins=True))
-            left -= rows
-        return group
-
-    def _execute_together(
-        self, path: Path, group: list[_Taken]
-    ) -> dict[int, RowError] | Issued | None:
-        """Carry out several ops at once. Returns None if each has to be carried out alone."""
-        executor = cast("MergingExecutor", self._executors[path])
-        try:
-            return executor.run_together([taken.work for taken in group if taken.rows]) or {}
-        except Exception:  # noqa: BLE001 - thread boundary: one of them must not cost the others
-            _log.warning("%d saves could not be copied together", len(group), exc_info=True)
-            return None
+        return _Taken(run, position, upstream, [r for r in span if r not in upstream], limited)
 
     def _execute(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
@@ -700,17 +558,6 @@ class TransferEngine:
     @staticmethod
     def _log_failure(graph: TransferGraph, op: TransferOp) -> None:
         _log.exception("transfer op failed graph=%d path=%s", graph.graph_id, op.path.value)
-
-
-def _pieces(graph: TransferGraph) -> list[int]:
-    """Return, for each op of a large load, how many others of the graph come before it; else 0."""
-    before: dict[Path, int] = {}
-    pieces = []
-    for op in graph.ops:
-        cut = graph.priority is Priority.LOAD and _on_device(op) and op.layers is None
-        pieces.append(before.get(op.path, 0) if cut and not op.deps else 0)
-        before[op.path] = before.get(op.path, 0) + 1
-    return pieces
 
 
 def _every(op: TransferOp) -> bool:

@@ -6,8 +6,7 @@ the prefix chain, because every tier holds a prefix-closed set:
     rows   0 ........ h ............ d1 ......... d2
            host       first tier     second tier
     ops    H2D by     DISK2H+H2D     REMOTE2H+H2D
-           layer, or  by batch       by batch
-           by piece
+           layer      by batch       by batch
 
 A tier whose blocks bypass host memory is read by DISK2D instead, and copied on by D2D.
 """
@@ -132,27 +131,23 @@ def build_load(
     *,
     batch_rows: int,
     layers: Sequence[Span] = (),
-    piece_rows: int | None = None,
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
     staged: Sequence[int] = (),
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
-    Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps.
-    Without them it is cut into ops of all layers and at most ``piece_rows`` rows, which other loads
-    may pass; None is one op. ``host_slots`` may name one slot for several rows of the sources
+    Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps
+    (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the sources
     (staging): a read into a slot then waits until the copy out of it is done. The same holds for
     ``staged``, the places on the device for rows of sources that bypass host memory.
     """
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
     host_rows = Span(0, sources[0].rows.start if sources else len(chain.keys))
-    for step in layers if host_rows.size else ():
-        ops.add(Path.H2D, host_rows, layers=step)
-    if not layers:
-        for rows in batches(host_rows, piece_rows or max(host_rows.size, 1)):
-            ops.add(Path.H2D, rows)
+    if host_rows.size:
+        for step in layers or (None,):
+            ops.add(Path.H2D, host_rows, layers=step)
     reader_of: dict[tuple[Path, int], int] = {}  # path and place -> the copy that last read it
     for source in sources:
         tier_slots[source.rows.start : source.rows.stop] = source.slots

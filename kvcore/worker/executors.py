@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -17,7 +17,6 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
-from kvcore.transfer.engine import Work
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
@@ -66,29 +65,16 @@ class DeviceCopy:
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
     ) -> dict[int, RowError] | IssuedCopies:
+        places = graph.staged if op.path.is_staged else graph.host_slots
+        slots = np.array([places[row] for row in rows], dtype=np.int64)
         groups = self._elsewhere.get(graph.graph_id, self._groups)
         with self._sync.copying(graph.graph_id) as copies:
-            self._issue(groups, [Work(graph, op, rows)])
+            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
+                layers = _positions(group.layers, op)
+                units = table.array()[rows]
+                if layers and (units != SKIP).any():  # some rows only go as far as host memory
+                    self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
         return copies if self._sync.device.queues else {}
-
-    def run_together(self, works: Sequence[Work]) -> IssuedCopies | None:
-        """Copy rows of several graphs, all layers, between the engine's pages and the arena."""
-        with self._sync.copying(*(work.graph.graph_id for work in works)) as copies:
-            for alike in _alike(works):
-                self._issue(self._groups, alike)
-        return copies if self._sync.device.queues else None
-
-    def _issue(self, groups: Sequence[DeviceGroup], works: Sequence[Work]) -> None:
-        """Issue the copies of works whose unit tables and layers are alike."""
-        op, tables = works[0].op, works[0].graph.units
-        slots = np.array([slot for work in works for slot in _slots(work)], dtype=np.int64)
-        for number, (group, arena, table) in enumerate(
-            zip(groups, self._arenas, tables, strict=True)
-        ):
-            layers = _positions(group.layers, op)
-            units = np.concatenate([w.graph.units[number].array()[w.rows] for w in works])
-            if layers and (units != SKIP).any():  # some rows only go as far as host memory
-                self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
 
     def _copy(
         self,
@@ -109,21 +95,6 @@ class DeviceCopy:
             self._ops.copy_blocks(arena, blocks, device, units, layers, unit_tokens)
         else:
             self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
-
-
-def _slots(work: Work) -> list[int]:
-    """Return the places of a work's rows in the arena, or in the staging on the device."""
-    places = work.graph.staged if work.op.path.is_staged else work.graph.host_slots
-    return [places[row] for row in work.rows]
-
-
-def _alike(works: Sequence[Work]) -> Iterable[list[Work]]:
-    """Return the works in lists of those whose unit tables have the same sizes."""
-    found: dict[tuple[tuple[int, int], ...], list[Work]] = {}
-    for work in works:
-        sizes = tuple((table.unit_tokens, table.units_per_block) for table in work.graph.units)
-        found.setdefault(sizes, []).append(work)
-    return found.values()
 
 
 def _cut(units: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:
@@ -186,7 +157,7 @@ class StagedRead:
             )
             for row in rows
         ]
-        with self._sync.copying() as copies:
+        with self._sync.copying(None) as copies:
             results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
         copies.wait()
         return self._failures.of(op, rows, results)

@@ -79,16 +79,16 @@ class CopyStreams:
                 del self._after[oldest]
 
     @contextmanager
-    def copying(self, *graph_ids: int) -> Iterator[IssuedCopies]:
-        """Issue copies of these graphs in this block, on this thread's stream.
+    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
+        """Issue copies in this block, on this thread's stream; they may not have ended after it.
 
-        They may not have ended after it. If the block raises, what it has issued has ended.
+        If the block raises, what it has issued has ended.
         """
         stream = self._stream()
         with self._lock:
-            after = [self._after[one] for one in graph_ids if one in self._after]
-        for event in dict.fromkeys(after):  # the saves of a step share one
-            stream.follow(event)
+            after = None if graph_id is None else self._after.get(graph_id)
+        if after is not None:
+            stream.follow(after)
         copies = IssuedCopies(self.device, stream.record(timed=True))
         try:
             with stream.issuing():

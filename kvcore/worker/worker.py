@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.worker")
 
-TOGETHER_NBYTES = 64 << 20
-"""The most bytes of saves that are copied as one operation, unless one save has more. A link of
-50 GB/s moves them in 1.3 ms. That hides an operation's 0.3 ms in the interpreter, and holds the
-pages of the first of these saves little longer."""
-
 
 @dataclass(frozen=True)
 class EnginePages:
@@ -132,7 +127,6 @@ class KVWorker:
         self.engine = TransferEngine(
             executors,
             threads=threads,
-            together={Path.D2H: max(1, TOGETHER_NBYTES // arena.shape.nbytes)},
             queue_depth=limits.queue_depth,
             observer=self._observe,
             near=node_cores(self.device.numa_node()),

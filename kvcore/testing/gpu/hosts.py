@@ -16,10 +16,10 @@ threads only the start and the join of a thread are an order. A test says what e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Device, Event
@@ -28,14 +28,11 @@ from kvcore.testing.gpu.clocks import Clock
 from kvcore.testing.gpu.device import RecordedEvent
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import Spans, span, together
-from kvcore.transfer.engine import Executor, Issued, MergingExecutor, TransferEngine, Work
+from kvcore.transfer.engine import Executor, Issued, TransferEngine
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.streams import CopyStreams, IssuedCopies
 
 __all__ = ["WatchedEngine", "WatchedStreams", "arena_spans", "watched_engine", "watched_streams"]
-
-
-_Outcome = TypeVar("_Outcome", bound="dict[int, RowError] | Issued | None")
 
 
 @dataclass
@@ -58,37 +55,25 @@ class _Watched:
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
     ) -> dict[int, RowError] | Issued:
-        return self._run([Work(graph, op, rows)], lambda: self._executor.run(graph, op, rows))
-
-    def run_together(self, works: Sequence[Work]) -> Issued | None:
-        executor = cast("MergingExecutor", self._executor)
-        return self._run(works, lambda: executor.run_together(works))
-
-    def _run(self, works: Sequence[Work], run: Callable[[], _Outcome]) -> _Outcome:
         engine, machine = self._engine, self._engine.machine
-        name = ", ".join(f"graph {work.graph.graph_id}, op {work.op.op_id}" for work in works)
-        with machine.doing(name):
-            known = [engine.begin(*work) for work in works]
+        with machine.doing(f"graph {graph.graph_id}, op {op.op_id}"):
+            known = engine.begin(graph, op, rows)
             try:
-                outcome = run()
+                outcome = self._executor.run(graph, op, rows)
             except BaseException:
-                for one in known:
-                    one.ended = machine.now()
+                known.ended = machine.now()
                 raise
-        if outcome is None or isinstance(outcome, dict):
-            for one in known:
-                one.ended = machine.now()
+        if isinstance(outcome, dict):
+            known.ended = machine.now()
             return outcome
         issued, wait = machine.now(), outcome.wait
 
         def waits() -> None:
             machine.learn(issued)
             wait()
-            for one in known:
-                one.ended = machine.now()
+            known.ended = machine.now()
 
-        for one in known:
-            one.issued, one.copies = issued, outcome
+        known.issued, known.copies = issued, outcome
         outcome.wait = waits  # type: ignore[method-assign]
         return outcome
 
@@ -221,11 +206,11 @@ class WatchedStreams(CopyStreams):
         super().start_after(graph_id, event)
 
     @contextmanager
-    def copying(self, *graph_ids: int) -> Iterator[IssuedCopies]:
-        with super().copying(*graph_ids) as copies:
-            for mark in map(self._marks.get, graph_ids):
-                if isinstance(mark, RecordedEvent) and mark.seen:
-                    self.machine.learn(mark.point.clock)
+    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
+        with super().copying(graph_id) as copies:
+            mark = None if graph_id is None else self._marks.get(graph_id)
+            if isinstance(mark, RecordedEvent) and mark.seen:
+                self.machine.learn(mark.point.clock)
             yield copies
 
 

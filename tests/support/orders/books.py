@@ -303,7 +303,6 @@ class Books:
             self.rank.units(pages),
             batch_rows=2,
             layers=self._layers,
-            piece_rows=1,
         )
         self._fly(graph, pages, every).publishes = new
         return graph

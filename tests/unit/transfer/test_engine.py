@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import LOADS_ISSUED, OpState, OpTiming, TransferEngine, Work
+from kvcore.transfer.engine import OpState, OpTiming, TransferEngine
 from kvcore.transfer.graph import (
     OpReport,
     Path,
@@ -507,149 +507,4 @@ def test_an_op_that_was_issued_ends_well_whatever_happens_to_its_graph(
     known = {row for failed in early.values() for row in failed}
     assert {row for i in set(late) - from_host for row in late[i]} <= known
     rig.engine.check_integrity()
-    assert rig.engine.close(timeout=WAIT)
-
-
-# -- large loads and small saves ------------------------------------------------------------
-
-
-def large(graph_id: int, pieces: int) -> TransferGraph:
-    return load(graph_id, pieces, 0, layers=(), piece_rows=1)
-
-
-def test_a_load_passes_a_large_one_that_has_begun() -> None:
-    """A request whose KV is small would wait for all of another's: 80 ms for 4 GiB."""
-    rig = IssuingRig()
-    rig.engine.submit(large(1, 20))
-    issued = 1 + LOADS_ISSUED
-    rig.until(lambda: len(rig.log) == issued)
-    rig.engine.submit(load(2, 1, 0, layers=()))
-    assert rig.engine.wait_issued(2, timeout=WAIT), "the small load waits for the large one"
-    assert [graph_id for graph_id, *_ in rig.log] == [1] * issued + [2]
-    while not rig.engine.wait(1, 0.01):
-        rig.let_end()
-    assert rig.engine.close(timeout=WAIT)
-
-
-def test_a_small_load_is_issued_beside_the_first_pieces_of_a_large_one() -> None:
-    """Nobody waits for it with `wait_issued`: its request is parked."""
-    rig = IssuingRig()
-    rig.engine.submit(large(1, 20))
-    rig.until(lambda: len(rig.log) == 1 + LOADS_ISSUED)
-    rig.engine.submit(load(2, 1, 0, layers=()))
-    rig.until(lambda: len(rig.log) == 2 + LOADS_ISSUED)
-    assert rig.log[-1][0] == 2
-    while rig.engine.in_flight:
-        rig.let_end()
-    assert rig.engine.close(timeout=WAIT)
-
-
-def test_two_large_loads_alternate(rig: EngineRig) -> None:
-    """Neither starves, however many come."""
-    rig.at[Path.H2D].gate.clear()
-    first, second = large(1, 6), large(2, 6)
-    rig.engine.submit(first)
-    assert rig.at[Path.H2D].entered.wait(WAIT)
-    rig.engine.submit(second)
-    rig.at[Path.H2D].gate.set()
-    for graph in (first, second):
-        assert rig.engine.wait(graph.graph_id, WAIT)
-    order = [graph_id for graph_id, *_ in rig.log]
-    assert order == [1, 2] * 6
-    for graph_id in (1, 2):
-        ops = [op_id for graph, op_id, _ in rig.log if graph == graph_id]
-        assert ops == sorted(ops)
-
-
-def test_a_large_load_that_is_waited_for_is_issued_whole() -> None:
-    rig = IssuingRig()
-    rig.engine.submit(large(1, 20))
-    assert rig.engine.wait_issued(1, timeout=WAIT)
-    rig.let_end()
-    assert rig.engine.wait(1, WAIT)
-    assert rig.engine.close(timeout=WAIT)
-
-
-class Merger(Issuer):
-    """A recorder that can carry out several ops together."""
-
-    def __init__(self, log: list[tuple[int, int, tuple[int, ...]]], lock: threading.Lock) -> None:
-        super().__init__(log, lock)
-        self.together: list[list[int]] = []
-        self.refuses = False
-
-    def run_together(self, works: Sequence[Work]) -> Queue:
-        if self.refuses:
-            raise RuntimeError("planted: one of them is malformed")
-        self.together.append([work.graph.graph_id for work in works])
-        with self.lock:
-            self.queue.append(Queue())
-        for graph, op, rows in works:
-            self.log.append((graph.graph_id, op.op_id, tuple(rows)))
-        return self.queue[-1]
-
-
-class MergingRig(IssuingRig):
-    """Saves wait behind one that is held, until `go`."""
-
-    def __init__(self, most: int) -> None:
-        self.log = []
-        lock = threading.Lock()
-        self.copies = Merger(self.log, lock)
-        self.at = {path: Recorder(self.log, lock) for path in Path}
-        self.at[Path.D2H] = self.copies
-        self.on_device = [self.copies]
-        self.timings = []
-        together = {Path.D2H: most}
-        self.engine = TransferEngine(self.at, observer=self.timings.append, together=together)
-        self.copies.gate.clear()
-        self.engine.submit(build_save(99, chain(1), [0], units(1), None, batch_rows=1))
-        assert self.copies.entered.wait(WAIT)
-
-    def go(self) -> dict[int, OpReport]:
-        self.copies.gate.set()
-        while self.engine.in_flight:
-            self.let_end()
-            time.sleep(0.001)
-        self.engine.check_integrity()
-        return {report.graph_id: report for report in self.engine.poll()}
-
-
-def test_small_saves_are_carried_out_together_and_reported_alone() -> None:
-    """256 saves of one block cost 72 ms of the interpreter as operations of their own."""
-    rig = MergingRig(most=8)
-    rows = {1: 1, 2: 3, 3: 2, 4: 9, 5: 4, 6: 4, 7: 1}
-    for graph_id, count in rows.items():
-        rig.engine.submit(
-            build_save(graph_id, chain(count), range(count), units(count), None, batch_rows=1)
-        )
-    reports = rig.go()
-    assert rig.copies.together == [[1, 2, 3], [5, 6]], "no more than 8 rows, and in their order"
-    assert set(reports) == {99, *rows}
-    assert not any(report.failed for report in reports.values())
-    assert {timing.graph_id: timing.rows for timing in rig.timings} == {99: 1} | rows
-    assert rig.engine.close(timeout=WAIT)
-
-
-def test_a_save_that_cannot_be_merged_does_not_cost_the_others() -> None:
-    rig = MergingRig(most=8)
-    rig.copies.refuses = True
-    for graph_id in range(4):
-        rig.engine.submit(build_save(graph_id, chain(1), [0], units(1), None, batch_rows=1))
-    reports = rig.go()
-    assert set(reports) == {0, 1, 2, 3, 99}
-    assert not any(report.failed for report in reports.values())
-    assert rig.engine.close(timeout=WAIT)
-
-
-def test_what_depends_on_a_merged_save_waits_for_its_end() -> None:
-    rig = MergingRig(most=64)
-    for graph_id in range(3):
-        rig.engine.submit(save(graph_id, 2))
-    rig.copies.gate.set()
-    rig.until(lambda: len(rig.copies.together) == 1)
-    rig.until(lambda: rig.states(save(2, 2))[0] is OpState.ISSUED)
-    assert not [entry for entry in rig.log if entry[1]], "a block is written before it is there"
-    rig.go()
-    assert {entry[:2] for entry in rig.log if entry[1]} == {(0, 1), (1, 1), (2, 1)}
     assert rig.engine.close(timeout=WAIT)

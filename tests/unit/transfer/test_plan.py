@@ -87,30 +87,6 @@ def test_a_load_brings_every_row_once_from_its_own_slot(
                 assert reachable(graph, op.op_id, earlier.op_id)
 
 
-@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 50))
-def test_a_large_load_is_cut_unless_a_step_waits_for_its_layers(
-    host: int, disk: int, piece: int
-) -> None:
-    rows = host + disk
-    sources = [TierRows("disk", Path.DISK2H, Span(host, rows), range(disk))] if disk else []
-
-    def copies(**options: object) -> list[TransferOp]:
-        graph = build_load(
-            7, chain(rows), range(rows), sources, units(rows), batch_rows=2, **options
-        )
-        every = {row: set(range(10)) for row in range(rows)}
-        assert simulate(graph, set(range(host))) == every
-        return [op for op in graph.ops if op.path is Path.H2D and not op.deps]
-
-    cut = copies(piece_rows=piece)
-    assert [tuple(op.rows) for op in cut] == [tuple(b) for b in batches(Span(0, host), piece)]
-    assert not any(op.layers or op.deps for op in cut)
-    assert all(
-        tuple(op.rows) == (0, host) for op in copies(layers=layer_steps(10), piece_rows=piece)
-    )
-    assert [tuple(op.rows) for op in copies()] == [(0, host)]
-
-
 @given(st.integers(0, 20), st.integers(1, 40), st.integers(1, 9), st.data())
 def test_what_goes_past_host_memory_is_copied_out_of_its_own_place(
     host: int, disk: int, ring: int, data: st.DataObject

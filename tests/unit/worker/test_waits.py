@@ -74,7 +74,6 @@ def test_a_load_into_a_page_that_a_save_reads_comes_after_it(rig: ManualRig) -> 
 
 
 def test_few_saves_are_issued_unless_one_is_waited_for(rig: ManualRig) -> None:
-    rig.worker.engine._together.clear()  # these would be carried out as one
     graphs = [rig.save(i, page=i, slot=i) for i in range(6)]
     rig.submit(*graphs)
     for graph in graphs[:SAVES_ISSUED]:
@@ -105,7 +104,6 @@ def test_an_op_that_was_issued_counts_until_it_has_ended(rig: ManualRig) -> None
 
 
 def test_an_issued_op_is_not_cancelled_and_one_that_waits_is(rig: ManualRig) -> None:
-    rig.worker.engine._together.clear()
     graphs = [rig.save(i, page=i, slot=i) for i in range(SAVES_ISSUED + 1)]
     rig.submit(*graphs)
     for graph in graphs[:SAVES_ISSUED]:
