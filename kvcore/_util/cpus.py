@@ -67,8 +67,8 @@ def settle_thread(*, background: bool = False, near: Set[int] = frozenset()) -> 
 
     ``near`` is ignored if the operator gave none of it. A ``background`` thread gets low priority.
     """
-    cores = allowed_cores()
     try:
+        cores = allowed_cores()
         os.sched_setaffinity(0, cores & near or cores)
         if background:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

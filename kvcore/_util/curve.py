@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcore._util.log_limit import LogLimit
-from kvcore.errors import ConfigError
+from kvcore._util.threads import GuardedThread, nobody_waits
+from kvcore.errors import CapacityError, ConfigError
 
 __all__ = ["ClientKeys", "Guard", "client_names", "curve_key", "make_keys"]
 
@@ -27,6 +28,7 @@ CLIENTS = "clients"
 _ZAP = "inproc://zeromq.zap.01"
 _DOMAIN = b"kvcore"
 _TICK_MS = 100
+_STOP_S = 5.0
 
 
 def make_keys(folder: Path, client: str = "client") -> list[Path]:
@@ -64,7 +66,10 @@ class Guard:
     """
 
     def __init__(self, context: Any, folder: Path) -> None:
-        """Read the keys and start the thread. Raises ConfigError if a key cannot be read."""
+        """Read the keys and start the thread.
+
+        Raises ConfigError if a key cannot be read, and CapacityError if there is no thread.
+        """
         import zmq
 
         self._folder = folder
@@ -77,8 +82,10 @@ class Guard:
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(_ZAP)
-        self._thread = threading.Thread(target=self._run, name="kvcore-guard", daemon=True)
-        self._thread.start()
+        self._thread = GuardedThread("kvcore-guard", self._run, nobody_waits)
+        if not self._thread.start():
+            self._socket.close()
+            raise CapacityError("nobody can be heard: no thread to check their keys can be started")
 
     def lock(self, socket: Any) -> None:
         """Have a socket, which is not bound yet, accept only the guard's clients."""
@@ -92,7 +99,7 @@ class Guard:
     def stop(self) -> None:
         """End the thread. Idempotent."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         try:
@@ -122,7 +129,7 @@ class Guard:
         number, mechanism, key = asked[1], asked[5], asked[-1]
         try:
             self._read()
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001 - thread boundary: the next client is answered too
             if self._logged.admit("keys") is not None:
                 _log.warning("CURVE keys cannot be read, those known stay: %s", error)
         if mechanism == b"CURVE" and z85.encode(key).decode() in self._admitted:

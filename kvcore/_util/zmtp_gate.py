@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -21,10 +22,11 @@ import resource
 import shutil
 import socket
 import tempfile
-import threading
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvcore._util.log_limit import LogLimit
+from kvcore._util.threads import GuardedThread, nobody_waits
 
 __all__ = ["Gate", "Limits", "Meter", "TooMuch"]
 
@@ -39,6 +41,7 @@ _FRAME_BYTES = 64
 """What libzmq holds for a frame beside its bytes."""
 _SEALED_BYTES = 64
 """What CURVE adds to a frame."""
+_STOP_S = 5.0
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _BEATS = (b"\x04PING", b"\x04PONG")
 
@@ -142,7 +145,8 @@ class Gate:
     def __init__(self, inner: Any, address: str, limits: Limits) -> None:
         """Listen at tcp://HOST:PORT and start the thread.
 
-        ``*`` is every address, or any free port. Raises OSError if the address cannot be bound.
+        ``*`` is every address, or any free port. Raises OSError if the address cannot be bound, or
+        if there is no thread.
         """
         self._limits = limits
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # a connection takes three
@@ -159,20 +163,27 @@ class Gate:
         self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(listening,), name="kvcore-gate", daemon=True
-        )
-        self._thread.start()
+        self._thread = GuardedThread("kvcore-gate", partial(self._run, listening), nobody_waits)
+        if not self._thread.start():
+            self._end(listening)
+            raise OSError(errno.EAGAIN, str(self._thread.error))
 
     def stop(self) -> None:
         """Close every connection and stop listening. Idempotent."""
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+        self._thread.join(_STOP_S)
 
     def _run(self, listening: socket.socket) -> None:
-        self._loop.run_until_complete(self._serve(listening))
+        try:
+            self._loop.run_until_complete(self._serve(listening))
+        finally:
+            self._end(listening)
+
+    def _end(self, listening: socket.socket) -> None:
+        """Close everything, so that no client waits where nobody accepts."""
         self._loop.close()
+        listening.close()
         os.close(self._path)
 
     async def _serve(self, listening: socket.socket) -> None:

@@ -16,7 +16,6 @@ import asyncio
 import queue
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -24,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+from kvcore._util.threads import GuardedThread
 from kvcore.config import Config
 from kvcore.errors import ConfigError, TierUnavailable, UnsupportedError
 
@@ -94,7 +94,7 @@ def _ask(about: str, change: str, seconds: float, call: Callable[[], str]) -> Fi
 
 def _within(seconds: float, call: Callable[[], str]) -> str:
     """Return what ``call`` returns. Raises what it raises, or TierUnavailable after ``seconds``."""
-    outcomes: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[str | BaseException] = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -102,12 +102,12 @@ def _within(seconds: float, call: Callable[[], str]) -> str:
         except Exception as error:  # noqa: BLE001 - thread boundary: raised on the other side
             outcomes.put(error)
 
-    threading.Thread(target=run, name="kvcore-doctor", daemon=True).start()
+    GuardedThread("kvcore-doctor", run, outcomes.put).start()
     try:
         outcome = outcomes.get(timeout=seconds)
     except queue.Empty:
         raise TierUnavailable(f"no answer in {seconds:g} s") from None
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, BaseException):
         raise outcome
     return outcome
 

@@ -26,6 +26,7 @@ from etcd3gw.exceptions import Etcd3Exception
 from etcd3gw.lease import Lease
 from requests.adapters import HTTPAdapter
 
+from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.cluster.base import Leadership, Member, check_name, select_members
 from kvcore.errors import ClusterError, ConfigError, FormatError
 
@@ -118,7 +119,7 @@ class EtcdDirectory:
         self._candidacies: list[_EtcdCandidacy] = []
         self._unreadable: dict[str, int] = {}  # key of a logged entry -> its revision then
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcore-etcd", daemon=True)
+        self._thread = GuardedThread("kvcore-etcd", self._run, nobody_waits)  # leases end by time
         self._thread.start()
 
     # -- directory --------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from kvcore._util.threads import GuardedThread
 from kvcore._util.zmq_socket import Context, bind_local, is_of_another_user, make_socket, zmq
 from kvcore.control.audit import identity
 from kvcore.control.messages import (
@@ -34,6 +35,7 @@ _log = logging.getLogger("kvcore.control")
 WAITING = 16
 """Commands that may wait for the leader; more are refused."""
 POLL_MS = 20
+_CLOSE_S = 5.0
 
 
 class Endpoint:
@@ -56,7 +58,7 @@ class Endpoint:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(target=self._listen, name="kvcore-control", daemon=True)
+        self._thread = GuardedThread("kvcore-control", self._listen, self._deaf)
         self._thread.start()
 
     def step(self) -> None:
@@ -92,7 +94,7 @@ class Endpoint:
         """Stop listening, and send the replies that are ready. Blocks for a moment."""
         self._control.close()
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -103,10 +105,21 @@ class Endpoint:
                 if is_of_another_user(client):
                     _log.warning("refused: a message of another user who=%s", identity(client))
                 else:
-                    self._take(client.bytes, parts)
+                    self._try_take(client.bytes, parts)
             self._answer()
         self._answer()
         self._context.destroy(linger=100)
+
+    def _deaf(self, error: BaseException) -> None:
+        """Close the socket: whoever has an order learns that nobody listens."""
+        self._context.destroy(linger=0)
+
+    def _try_take(self, client: bytes, parts: list[Any]) -> None:
+        try:
+            self._take(client, parts)
+        except Exception as error:  # noqa: BLE001 - thread boundary: the next order may be good
+            _log.exception("an order could not be taken")
+            self._replies.append((client, Refused(0, "internal", str(error)[:1000])))
 
     def _take(self, client: bytes, parts: list[Any]) -> None:
         try:

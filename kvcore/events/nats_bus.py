@@ -10,13 +10,13 @@ nats-py uses asyncio, so each side runs an event loop in a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from nats.aio.client import Client
 from nats.js import api
 from nats.js.errors import Error as JetStreamError
 
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.events.wire import NUMBER_BYTES, Message
 
@@ -49,6 +50,10 @@ _RETRY_S = 0.5
 _ACK_S = 5.0
 _START_S = 10.0
 _CLOSE_S = 2.0
+_NO_ANSWER = (
+    *(FutureTimeout, asyncio.TimeoutError, nats.errors.Error),
+    *(TierUnavailable, CancelledError),  # the thread of the loop has died
+)
 
 T = TypeVar("T")
 
@@ -74,16 +79,34 @@ class _Loop:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = GuardedThread(name, self.loop.run_forever, self._die)
+        self._running: set[Future[Any]] = set()
         self._thread.start()
 
+    @property
+    def dead(self) -> bool:
+        """True if the thread has died, or could not be started."""
+        return self._thread.error is not None
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Run ``work``. It fails if the thread has died."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        if self.dead:
+            self._die(self._thread.error)
+        return future
 
     def close(self) -> None:
         """Cancel what runs, and wait some seconds for it."""
-        self.start(self._end())
+        if self._thread.alive:
+            self.start(self._end())
         self._thread.join(2 * _CLOSE_S)
+
+    def _die(self, error: BaseException | None) -> None:
+        for future in list(self._running):
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(TierUnavailable(f"nothing goes over NATS any more: {error}"))
 
     async def _end(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -136,10 +159,11 @@ class NatsOutlet:
         self._more = asyncio.Event()
         self._away = False
         self._loop = _Loop("kvcore-nats-out")
-        self._loop.start(self._run())
+        self._work = self._loop.start(self._run())
+        self._work.add_done_callback(self._log_end)
 
     def send(self, message: Message) -> bool:
-        if len(self._waiting) >= self._limit:
+        if len(self._waiting) >= self._limit or self._work.done():
             return False
         self._waiting.append(message)
         self._loop.loop.call_soon_threadsafe(self._more.set)
@@ -158,7 +182,7 @@ class NatsOutlet:
     def close(self) -> None:
         """Close the connection; waits a moment until what is queued was sent."""
         limit = time.monotonic() + _CLOSE_S
-        while self._waiting and time.monotonic() < limit:
+        while self._waiting and not self._work.done() and time.monotonic() < limit:
             time.sleep(0.01)
         self._loop.close()
 
@@ -179,6 +203,11 @@ class NatsOutlet:
                         await asyncio.sleep(_RETRY_S)
         finally:
             await client.close()
+
+    def _log_end(self, work: Future[None]) -> None:
+        """Log why nothing is published any more: what is sent from now on counts as unsent."""
+        if not work.cancelled() and (error := work.exception()) is not None:
+            _log.error("block events go to NATS no more: %s", type(error).__name__, exc_info=error)
 
     async def _publish(self, stream: Any, message: Message) -> bool:
         """Publish one batch; return False to try again. NATS drops a second copy by its id."""
@@ -262,7 +291,7 @@ class NatsSource:
         self._loop = _Loop("kvcore-nats-in")
         try:
             self._client = self._loop.start(self._open(url)).result(_START_S)
-        except (FutureTimeout, asyncio.TimeoutError, JetStreamError, nats.errors.Error) as error:
+        except (*_NO_ANSWER, JetStreamError) as error:
             self._loop.close()
             raise TierUnavailable(
                 f"no block events of topic {topic!r} at {url}: {error or 'no server answers'}; a "
@@ -278,13 +307,13 @@ class NatsSource:
     def ask(self, body: bytes, timeout: float) -> Sequence[Message] | None:
         try:
             return self._loop.start(self._ask(body, timeout)).result(timeout + 1)
-        except (FutureTimeout, asyncio.TimeoutError, nats.errors.Error):
+        except _NO_ANSWER:
             return None
 
     def close(self) -> None:
         try:
             self._loop.start(self._client.close()).result(_CLOSE_S)
-        except (FutureTimeout, asyncio.TimeoutError, nats.errors.Error) as error:
+        except _NO_ANSWER as error:
             _log.debug("nats: %s", error)
         self._loop.close()
 

@@ -78,7 +78,7 @@ def _thread(plan: PublisherPlan, feed: Feed, metrics: Metrics) -> RunningPublish
     if not outlets:
         return None
     publisher = plan.publisher(feed.content(), feed.items, outlets, metrics.told)
-    publisher.start()
+    publisher.start(failed=feed.close)
     return RunningPublisher(feed, publisher.close)
 
 

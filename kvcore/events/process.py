@@ -32,6 +32,7 @@ torch. It ignores the signals that end an engine, and ends with the engine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -45,6 +46,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvcore._util.module_command import module_command
+from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.events.feed import CountBlocks, Feed, Lost, Queued
 from kvcore.events.frames import Buffer, Opening, Report, framed, pack
 from kvcore.events.plan import PublisherPlan
@@ -82,7 +84,7 @@ class PublisherProcess:
         self._child: _Child | None = None
         self._stop = threading.Event()
         self._limit = float("inf")  # the time until which a process is waited for
-        self._thread = threading.Thread(target=self._run, name="kvcore-events", daemon=True)
+        self._thread = GuardedThread("kvcore-events", self._run, nobody_waits)
 
     @property
     def pid(self) -> int | None:
@@ -93,21 +95,22 @@ class PublisherProcess:
         """Start to publish; return False, with nothing running, if no bus can be opened.
 
         Call it on the thread that notes. Waits until the process is ready, which takes a moment.
-        Raises OSError if no process can be started, or if it ends at once.
+        Raises OSError if no process or thread can be started, or if the process ends at once.
         """
         self._child = self._open([Lost(0, self._feed.content())])
         if self._child.outlets == 0:
             self._child.end(time.monotonic() + self.CLOSE_S)
             return False
-        self._thread.start()
+        if not self._thread.start():
+            self._child.end(0)
+            raise OSError(errno.EAGAIN, str(self._thread.error))
         return True
 
     def close(self) -> None:
         """Send what is queued and wait some seconds for the process to end; then kill it."""
         self._limit = time.monotonic() + self.CLOSE_S
         self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(2 * self.CLOSE_S)
+        self._thread.join(2 * self.CLOSE_S)
 
     # -- shipping thread ------------------------------------------------------------------------
 
@@ -272,7 +275,8 @@ class _Child:
             self.process.wait(max(0.0, min(limit - time.monotonic(), _EXIT_S)))
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+                self.process.wait(_EXIT_S)
         self._socket.close()
 
     def _receive(self) -> bool:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Protocol
 
 from kvcore._util.log_limit import LogLimit
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import FormatError
 from kvcore.events.feed import BlockTokens, Content, CountBlocks, Item, Lost, count_nothing
 from kvcore.events.token_cache import TokenCache
@@ -150,14 +151,23 @@ class Publisher:
         self._sent_at = clock()
         self._logged = LogLimit()
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: GuardedThread | None = None
 
-    def start(self) -> None:
-        """Publish from now on, on a thread of its own."""
+    def start(self, failed: Callable[[], object] = lambda: None) -> None:
+        """Publish from now on, on a thread of its own.
+
+        If it cannot go on, the outlets are closed, and ``failed`` is called: consumers hear no
+        heartbeat any more, and nobody takes what is queued.
+        """
+
+        def died(error: BaseException) -> None:
+            try:
+                self._close_outlets()
+            finally:
+                failed()
+
         over = partial(self._stop.wait, self._pacing.interval_s)
-        self._thread = threading.Thread(
-            target=self.run, args=(over,), name="kvcore-events", daemon=True
-        )
+        self._thread = GuardedThread("kvcore-events", partial(self.run, over), died)
         self._thread.start()
 
     def close(self) -> None:
@@ -206,9 +216,9 @@ class Publisher:
                 self._answer(request)
 
     def _close_outlets(self) -> None:
-        for outlet in self._outlets:
+        outlets, self._outlets = self._outlets, []
+        for outlet in outlets:
             outlet.close()
-        self._outlets = []
 
     def _publish(self, events: Sequence[Event], blocks: int) -> None:
         if not events:

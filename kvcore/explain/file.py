@@ -10,11 +10,13 @@ capacity, including those of engines that are gone.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import queue
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 from kvcore._util.fd import is_removed
 from kvcore._util.outside import decode_json, open_regular
 from kvcore._util.private import make_guarded, open_file
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import FormatError
 
 __all__ = ["RecordFile", "read_records"]
@@ -31,6 +34,8 @@ _log = logging.getLogger("kvcore.explain")
 _PATTERN = "requests-*.jsonl*"
 _WAITING = 1024
 _END = None
+CLOSE_S = 5.0
+"""Seconds that `RecordFile.close` waits: a disk may hang."""
 MAX_LINE = 1 << 20
 MAX_FILE = 4 << 30
 """Bytes of a line and of a file that are read."""
@@ -39,8 +44,9 @@ MAX_FILE = 4 << 30
 class RecordFile:
     """Writes records in a background thread.
 
-    `put` never blocks. It drops the record if the queue is full. The constructor raises OSError if
-    the folder cannot be written. ``capacity`` is in bytes.
+    `put` never blocks. It drops the record if the queue is full, or if nobody writes any more. The
+    constructor raises OSError if the folder cannot be written, or if there is no thread to do it.
+    ``capacity`` is in bytes.
     """
 
     def __init__(self, folder: Path, capacity: int) -> None:
@@ -53,8 +59,11 @@ class RecordFile:
         self._file = _open(self.path)
         self._size = os.fstat(self._file).st_size
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
-        self._thread = threading.Thread(target=self._run, name="kvcore-explain", daemon=True)
-        self._thread.start()
+        self._failing = False
+        self._thread = GuardedThread("kvcore-explain", self._run, self._drop_queued)
+        if not self._thread.start():
+            os.close(self._file)
+            raise OSError(errno.EAGAIN, str(self._thread.error))
 
     def put(self, record: dict[str, Any]) -> None:
         """Queue a record of plain values. The caller must not change it afterwards."""
@@ -62,23 +71,46 @@ class RecordFile:
             self._queue.put_nowait(record)
         except queue.Full:
             self.dropped += 1
+        if self._thread.error is not None:
+            self._drop_queued(self._thread.error)
 
     def close(self) -> None:
-        """Write the queued records. Blocks. Idempotent."""
-        if self._thread.is_alive():
-            self._queue.put(_END)
-            self._thread.join()
+        """Write the queued records. Blocks up to `CLOSE_S` seconds. Idempotent."""
+        limit = time.monotonic() + CLOSE_S
+        if self._thread.alive:
+            with contextlib.suppress(queue.Full):  # the disk hangs
+                self._queue.put(_END, timeout=CLOSE_S)
+        self._thread.join(limit - time.monotonic())
 
     def _run(self) -> None:
         try:
             while (record := self._queue.get()) is not _END:
-                self._write((json.dumps(record, separators=(",", ":")) + "\n").encode())
+                self._write_record(record)
         except OSError as error:
             _log.warning("records of requests are not written any more: %s", error)
             while self._queue.get() is not _END:
                 self.dropped += 1
         finally:
             os.close(self._file)
+
+    def _drop_queued(self, error: BaseException) -> None:
+        """Count what nobody will write."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+                self.dropped += 1
+
+    def _write_record(self, record: dict[str, Any]) -> None:
+        """Write a record, or drop it if it is no JSON. Raises OSError."""
+        try:
+            text = json.dumps(record, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            self.dropped += 1
+            if not self._failing:
+                self._failing = True
+                _log.warning("a record of a request is left out: %s", error)
+            return
+        self._write((text + "\n").encode())
 
     def _write(self, line: bytes) -> None:
         if is_removed(self._file):

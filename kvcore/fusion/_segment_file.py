@@ -57,6 +57,7 @@ import xxhash
 
 from kvcore._util.fd import is_removed
 from kvcore._util.private import open_file
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import FormatError
 from kvcore.fusion._chains import ChainPiece
 from kvcore.model.keys import KEY_BYTES, TOKEN_BYTES
@@ -74,6 +75,8 @@ _SEAL = struct.Struct("<Q")
 FILE_HEADER_NBYTES = _FILE.size + _SEAL.size
 RECORD_HEADER_NBYTES = _RECORD.size + _SEAL.size
 _QUEUE_NBYTES = 16 << 20
+CLOSE_S = 30.0
+"""Seconds that `SegmentFile.close` waits for the disk."""
 _COMPACT_NBYTES = 1 << 20  # a smaller file is not worth compacting
 
 
@@ -220,7 +223,8 @@ class SegmentFile:
 
     Open the file, consume `records`, then call `start`. After that, one thread may call `append`,
     `forget` and `close`. A background thread writes, so only `close` waits for the disk. Records
-    are dropped and counted in `dropped` if the queue is full or the disk fails.
+    are dropped and counted in `dropped` if the queue is full or the disk fails. If the thread dies
+    the file is emptied, because nobody could erase from it any more, and takes nothing more.
     """
 
     def __init__(
@@ -258,7 +262,7 @@ class SegmentFile:
         self._last = 0
         self._queue_nbytes = queue_nbytes
         self._failing = False
-        self._thread: threading.Thread | None = None
+        self._thread: GuardedThread | None = None
         self._wake = threading.Condition()
         # Guarded by _wake:
         self._pending: list[SegmentRecord] = []
@@ -266,6 +270,7 @@ class SegmentFile:
         self._dead: set[int] = set()
         self._erase = False
         self._closing = False
+        self._closed = False
 
     # -- the caller's side ----------------------------------------------------------------------
 
@@ -294,7 +299,7 @@ class SegmentFile:
         if not self.writable:
             _log.warning("%s is written by another engine: tokens are not kept", self._path)
             return
-        self._thread = threading.Thread(target=self._run, name="kvcore-segments", daemon=True)
+        self._thread = GuardedThread("kvcore-segments", self._run, self._lose)
         self._thread.start()
 
     def append(self, namespace: bytes, piece: ChainPiece) -> int:
@@ -323,14 +328,18 @@ class SegmentFile:
                 self._wake.notify()
 
     def close(self) -> None:
-        """Write what is queued, flush and close. Blocks. Idempotent."""
+        """Write what is queued, flush and close. Blocks up to `CLOSE_S` seconds. Idempotent.
+
+        The file stays open if the thread still writes to it then.
+        """
         with self._wake:
-            if self._closing:
+            if self._closed:
                 return
-            self._closing = True
+            self._closing = self._closed = True
             self._wake.notify()
         if self._thread is not None:
-            self._thread.join()
+            if not self._thread.join(CLOSE_S):
+                return
             with contextlib.suppress(OSError):  # checksums show which records are whole
                 os.fsync(self._file)
         os.close(self._file)
@@ -380,6 +389,15 @@ class SegmentFile:
             crowded = self._end > max(2 * self._live, _COMPACT_NBYTES)
             if (crowded or erase) and not self._compact() and erase:
                 self._empty()
+
+    def _lose(self, error: BaseException) -> None:
+        """Empty the file, and drop what is queued and what comes."""
+        with self._wake:
+            self._closing = True
+            self.dropped += len(self._pending)
+            self._pending, self._pending_nbytes = [], 0
+        self._empty()
+        _log.error("tokens of stored blocks are kept no more, and %s is emptied", self._path)
 
     def _append_all(self, records: list[SegmentRecord]) -> None:
         assert self._key is not None

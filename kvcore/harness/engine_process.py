@@ -45,6 +45,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
 
@@ -171,7 +172,7 @@ class EngineProcess:
         except BaseException:
             self._let_go()
             raise
-        self._reader = threading.Thread(target=self._read, name="engine-replies", daemon=True)
+        self._reader = GuardedThread("engine-replies", self._read, self._fail_pending)
         self._reader.start()
         self._ready = self._start(model, kvcore, engine_args)
 
@@ -384,10 +385,14 @@ class EngineProcess:
                     future.set_exception(EngineFailed(reply["error"]))
                 else:
                     future.set_result(reply["result"])
+        self._fail_pending()
+
+    def _fail_pending(self, error: BaseException | None = None) -> None:
         with self._lock:
             orphans, self._pending = list(self._pending.values()), {}
         for future in orphans:
-            future.set_exception(self._died("ended before it answered"))
+            what = "ended before it answered" if error is None else f"is not heard: {error!r}"
+            future.set_exception(self._died(what))
 
     def _died(self, what: str) -> EngineDied:
         try:

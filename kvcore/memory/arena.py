@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvcore._util.cpus import node_cores, running_on
+from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.errors import CapacityError, UnsupportedError
 from kvcore.memory.device import Device
 from kvcore.memory.hugepages import PAGE, Pages
@@ -29,6 +30,10 @@ CALM_S = 1.0
 """Seconds after the last use of memory before pre-faulting continues, unless only a quarter of the
 pre-faulted memory is left: page faults beside a forward pass cost its request more time than they
 save the next request."""
+
+
+END_S = 30.0
+"""Seconds that `HostArena.close` waits for pre-faulting."""
 
 
 def slot_bytes(shape: BlockShape) -> int:
@@ -85,11 +90,9 @@ class HostArena:
         self._reached = 0  # slots before this one were used; later ones may be, too
         self._faulted = self.num_slots if self.pinned else 0
         self._closing, self._wake = threading.Event(), threading.Event()
-        self._faulting: threading.Thread | None = None  # not at low priority: it holds mmap's lock
+        self._faulting: GuardedThread | None = None  # not at low priority: it holds mmap's lock
         if self._ahead and self._faulted < self.num_slots:
-            self._faulting = threading.Thread(
-                target=self._prefault, name="kvcore-prefault", daemon=True
-            )
+            self._faulting = GuardedThread("kvcore-prefault", self._prefault, nobody_waits)
             self._faulting.start()
 
     def layout(self) -> KVLayout:
@@ -177,11 +180,14 @@ class HostArena:
         return True
 
     def close(self) -> None:
-        """Free the memory. Views and tensors of it keep it alive until they are gone."""
+        """Free the memory. Views and tensors of it keep it alive until they are gone.
+
+        It is not freed if the kernel does not end a page fault within `END_S` seconds.
+        """
         self._closing.set()
         self._wake.set()
-        if self._faulting is not None:
-            self._faulting.join()
+        if self._faulting is not None and not self._faulting.join(END_S):
+            return
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None

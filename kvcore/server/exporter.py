@@ -11,6 +11,9 @@ from kvcore.telemetry.metrics import Metrics
 
 __all__ = ["show"]
 
+_END_S = 5.0
+"""Seconds that the end of a server waits for an answer under way."""
+
 
 def show(metrics: Metrics, listen: str) -> Callable[[], None]:
     """Serve ``metrics`` at ``listen`` ("HOST:PORT") from a thread; return a function that stops it.
@@ -22,12 +25,12 @@ def show(metrics: Metrics, listen: str) -> Callable[[], None]:
     host, _, port = listen.rpartition(":")
     try:
         server, thread = start_http_server(int(port), host.strip("[]"), registry)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
         raise ConfigError(f"server.metrics {listen!r} cannot be bound: {error}") from error
 
     def close() -> None:
         server.shutdown()
         server.server_close()
-        thread.join()
+        thread.join(_END_S)
 
     return close

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvcore import __version__
+from kvcore._util.threads import GuardedThread
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control.messages import Refused
@@ -48,6 +49,8 @@ START_WAIT_S = 60.0
 """Seconds that a start waits while the server prepares the model."""
 RETRY_S = 0.2
 MISFIT_RETRY_S = 5.0
+END_S = 5.0
+"""Seconds that `SessionKeeper.close` waits for its thread, which waits for a reply."""
 _R = TypeVar("_R", bound=ServerReply)
 
 
@@ -85,7 +88,7 @@ class SessionKeeper:
         self._refusal = ""
         self._poke = threading.Event()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="kvcore-keeper", daemon=True)
+        self._thread = GuardedThread("kvcore-keeper", self._keep, lambda error: self._leave())
 
     @property
     def waiting(self) -> bool:
@@ -95,7 +98,7 @@ class SessionKeeper:
         """Join the server; wait up to `START_WAIT_S` while it prepares the model.
 
         A server that does not answer is joined later, when it does. Raises UnsupportedError if it
-        refuses this client for good.
+        refuses this client for good. Without a thread the server is left: the engine computes.
         """
         limit = time.monotonic() + START_WAIT_S
         answered = self._hello(max(1.0, self._config.deadline_s))
@@ -147,8 +150,7 @@ class SessionKeeper:
         """Leave the server. Blocks for a moment."""
         self._ended.set()
         self._poke.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join(END_S)
         self._leave()
         self.link.close()
 
@@ -161,7 +163,12 @@ class SessionKeeper:
             self._poke.clear()
             if self._ended.is_set():
                 return
-            pause = self._beat() if self.member is not None else self._try_hello()
+            try:
+                pause = self._beat() if self.member is not None else self._try_hello()
+            except Exception:  # noqa: BLE001 - thread boundary: it is joined anew
+                _log.exception("the session with the kvcore server has failed: joining it anew")
+                self._leave()
+                pause = MISFIT_RETRY_S
 
     def _beat(self) -> float:
         """Send one heartbeat; return the seconds until the next."""

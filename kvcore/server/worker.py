@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcore._util.cpus import node_cores, settle_thread
+from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
 from kvcore.control.messages import Refused
@@ -133,7 +134,7 @@ class ServedWorker(KVWorker):
         self._joining = threading.Lock()
         """Guards the session. Nobody pins, unpins or unmaps memory of a server under it."""
         self._ended, self._wake = threading.Event(), threading.Event()
-        self._tender = threading.Thread(target=self._tend, name="kvcore-tender", daemon=True)
+        self._tender = GuardedThread("kvcore-tender", self._tend, nobody_waits)
         self._tender.start()
 
     def submit(
@@ -146,7 +147,10 @@ class ServedWorker(KVWorker):
         """Submit a graph as `KVWorker.submit` does.
 
         Refuses it if its session is over or, as not ready, while the session's arena is pinned.
+        Without the tender no session can be joined or left: this rank takes no more work.
         """
+        if self._tender.error is not None:
+            return refuse(graph, RowError.REFUSED)
         with self._joining:
             try:
                 ready = self._join(graph)
@@ -235,8 +239,8 @@ class ServedWorker(KVWorker):
         """Finish what is in flight and leave the session; return whether everything has ended."""
         self._ended.set()
         self._wake.set()
-        self._tender.join()
-        ended = super().close(timeout=timeout)
+        tended = self._tender.join(timeout)
+        ended = super().close(timeout=timeout) and tended
         if ended:
             self._arenas.close()
         if ended and self._held is not None:  # else the lock says that memory is still in use

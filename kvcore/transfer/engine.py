@@ -23,6 +23,10 @@ little before it on the device. Loads are issued as soon as they are ready, and 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
 failed upstream. The outcome of each op is reported as an ``OpReport``.
 
+An error of the engine's own stops it, because its books may be wrong: what has not started is
+cancelled, what is under way ends, and `submit` refuses all that follows, naming the thread and the
+error. Nobody waits for ever. An error of the observer stops nothing.
+
 Thread safety: every public method may be called from any thread. Executors are called from the
 engine's own threads, never under its lock, and may block.
 """
@@ -34,11 +38,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
 from enum import Enum
-from queue import SimpleQueue
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvcore._util.cpus import settle_thread
+from kvcore._util.threads import GuardedThread, InOrder
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
 
@@ -51,6 +57,9 @@ SAVES_ISSUED = 2
 
 _AWAITED = -1
 """The priority of ops that somebody waits for."""
+
+_START_FAILED_S = 5.0
+"""Seconds that the constructor waits for threads that have nothing to do, if one cannot start."""
 
 
 class OpState(Enum):
@@ -132,8 +141,8 @@ class _Taken(NamedTuple):
         return self.run.graph.ops[self.position]
 
 
-_Ends = SimpleQueue[tuple[_Taken, Issued] | None]
-"""What a thread has issued, in order; None after the last."""
+_Ends = InOrder[tuple[_Taken, Issued]]
+"""Sees the ends of what a thread has issued, in order."""
 
 
 class _ActiveGraph:
@@ -172,8 +181,9 @@ class TransferEngine:
     """Runs graphs on the threads of one worker.
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
-    At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran.
-    ``near`` are cores that the threads prefer (`settle_thread`).
+    At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran; what it
+    raises is logged once. ``near`` are cores that the threads prefer (`settle_thread`). Raises
+    CapacityError if a thread cannot be started.
     """
 
     def __init__(
@@ -200,18 +210,22 @@ class TransferEngine:
         self._live_ops = 0
         self._order = 0
         self._closed = False
+        self._stopped = ""
+        self._observer_failed = False
         counts = threads or {}
         self._may_issue = {path: SAVES_ISSUED * counts.get(path, 1) for path in self._executors}
-        self._enders: list[threading.Thread] = []
+        self._ends: list[_Ends] = []
         self._threads = [
-            threading.Thread(
-                target=self._serve, args=(path,), name=f"kvcore-{path.value}-{n}", daemon=True
-            )
+            self._thread(path, f"kvcore-{path.value}-{n}")
             for path in self._executors
             for n in range(counts.get(path, 1))
         ]
-        for thread in self._threads:
-            thread.start()
+        if not all(thread.start() for thread in self._threads):
+            self.close(timeout=_START_FAILED_S)
+            raise CapacityError(
+                f"the transfer engine needs {len(self._threads)} threads, of which one cannot be "
+                "started: raise the limit of processes (pids, ulimit -u)"
+            )
 
     # -- submitting -------------------------------------------------------------------------
 
@@ -224,7 +238,8 @@ class TransferEngine:
         """Start ``graph`` in ``wave``, or in a wave of its own. Does not block.
 
         Raises CapacityError if the ops in flight would exceed ``queue_depth``. Raises TransferError
-        if the graph is malformed, uses a path without executor, or if its id is in flight.
+        if the graph is malformed, uses a path without executor, or if its id is in flight, and
+        once the engine has `stopped`.
         """
         graph.check()
         if missing := {op.path.value for op in graph.ops} - {p.value for p in self._executors}:
@@ -233,6 +248,8 @@ class TransferEngine:
                 f"graph {graph.graph_id} needs paths {sorted(missing)}; this engine has {have}"
             )
         with self._lock:
+            if self._stopped:
+                raise TransferError(f"graph {graph.graph_id}: {self._stopped}")
             if self._closed:
                 raise TransferError(f"graph {graph.graph_id}: the transfer engine is closed")
             if graph.graph_id in self._runs:
@@ -322,6 +339,11 @@ class TransferEngine:
     # -- looking ----------------------------------------------------------------------------
 
     @property
+    def stopped(self) -> str:
+        """Why the engine takes no more graphs: an error of its own. Empty while it works."""
+        return self._stopped
+
+    @property
     def in_flight(self) -> int:
         """Number of ops submitted that have not ended."""
         with self._lock:
@@ -338,13 +360,13 @@ class TransferEngine:
             ops = () if run is None else run.graph.ops
             return [] if run is None else [c for i, c in run.issued.items() if which(ops[i])]
 
-    def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
+    def close(self, *, drain: bool = True, timeout: float = 30.0) -> bool:
         """Stop the threads. With ``drain``, saves and spills in flight are finished first.
 
         Returns True if everything ended within ``timeout`` seconds. A thread stuck in a hung device
         is left behind; it is a daemon.
         """
-        limit = None if timeout is None else self._clock() + timeout
+        limit = self._clock() + timeout
         with self._lock:
             if not drain:
                 for run in list(self._runs.values()):
@@ -353,12 +375,10 @@ class TransferEngine:
             for run in list(self._runs.values()):
                 self._cancel(run, RowError.CANCELLED)
             self._closed = True
-            for condition in self._work.values():
-                condition.notify_all()
-        for threads in (self._threads, self._enders):  # the first have started all of the others
-            for thread in threads:
-                thread.join(None if limit is None else max(0.0, limit - self._clock()))
-        return not any(thread.is_alive() for thread in (*self._threads, *self._enders))
+            self._wake_threads()
+        ended = [thread.join(limit - self._clock()) for thread in self._threads]
+        ended += [ends.join(limit - self._clock()) for ends in self._ends]
+        return all(ended)
 
     def check_integrity(self) -> None:
         """Raise TransferError unless the counters agree with the graphs in flight."""
@@ -424,18 +444,19 @@ class TransferEngine:
         return run is not None and run.states[position] is OpState.READY
 
     def _finish(self, run: _ActiveGraph, position: int, failed: dict[int, RowError]) -> None:
-        op = run.graph.ops[position]
-        run.issued.pop(position, None)
         if not failed:
-            run.states[position] = OpState.COMPLETED
+            state = OpState.COMPLETED
         elif any(e in (RowError.CANCELLED, RowError.DEADLINE) for e in failed.values()):
-            run.states[position] = OpState.CANCELLED
+            state = OpState.CANCELLED
         else:
-            run.states[position] = OpState.FAILED
+            state = OpState.FAILED
+        report = OpReport(run.graph.graph_id, run.graph.ops[position].op_id, failed)
         for row, error in failed.items():
             run.failed.setdefault(row, error)
+        run.issued.pop(position, None)
+        self._reports.append(report)
         self._live_ops -= 1
-        self._reports.append(OpReport(run.graph.graph_id, op.op_id, failed))
+        run.states[position] = state  # last: an op that has ended has been reported
 
     def _cancel(self, run: _ActiveGraph, why: RowError) -> None:
         for position, state in enumerate(run.states):
@@ -444,6 +465,17 @@ class TransferEngine:
                 self._finish(run, position, dict.fromkeys(range(*op.rows), why))
         self._forget_if_ended(run)
         self._changed.notify_all()
+
+    def _give_up(self, run: _ActiveGraph, position: int) -> None:
+        """End an op as failed, because the engine has. Does not raise."""
+        if run.states[position].ended:
+            return
+        op = run.graph.ops[position]
+        try:
+            self._finish(run, position, dict.fromkeys(range(*op.rows), RowError.INTERNAL))
+        except Exception:  # noqa: BLE001 - nobody may wait for it for ever
+            run.states[position] = OpState.FAILED
+            self._log_failure(run.graph, op)
 
     def _expire(self, now: float) -> None:
         late = [r for r in self._runs.values() if r.deadline is not None and now >= r.deadline]
@@ -460,43 +492,61 @@ class TransferEngine:
         if run.ended(_every):
             self._runs.pop(run.graph.graph_id, None)
 
+    def _wake_threads(self) -> None:
+        for condition in self._work.values():
+            condition.notify_all()
+
     # -- threads ----------------------------------------------------------------------------
+
+    def _thread(self, path: Path, name: str) -> GuardedThread:
+        return GuardedThread(name, partial(self._serve, path), partial(self._stop, name))
 
     def _serve(self, path: Path) -> None:
         settle_thread(background=path.writes_tier, near=self._near)
-        ends: _Ends | None = None
-        while (taken := self._take(path)) is not None:
+        ends = self._make_ends()
+        try:
+            while (taken := self._take(path)) is not None:
+                self._carry_out(taken, ends)
+        finally:
+            ends.close()
+
+    def _make_ends(self) -> _Ends:
+        """Return what sees the ends of this thread's ops: a second thread, once it has any."""
+        name = f"{threading.current_thread().name}-ends"
+        settle = partial(settle_thread, near=self._near)
+        ends = _Ends(name, self._see_end, partial(self._stop, name), settle)
+        with self._lock:
+            self._ends.append(ends)
+        return ends
+
+    def _carry_out(self, taken: _Taken, ends: _Ends) -> None:
+        """Carry an op out until it has ended, or until its copies are issued.
+
+        If the engine itself has an error, that is raised, after the op has ended as failed.
+        """
+        copies: Issued | None = None
+        try:
             started = self._clock()
             outcome = self._execute(taken.run.graph, taken.op, taken.rows)
             if isinstance(outcome, dict):
                 self._end(taken, outcome, started, self._clock() - started)
-                continue
-            if ends is None:
-                ends = self._start_ender(path)
+                return
+            copies = outcome
             with self._lock:
                 taken.run.states[taken.position] = OpState.ISSUED
-                taken.run.issued[taken.position] = outcome
+                taken.run.issued[taken.position] = copies
                 self._changed.notify_all()
-            ends.put((taken, outcome))
-        if ends is not None:
-            ends.put(None)
+            ends.put((taken, copies))
+        except BaseException:
+            self._drop(taken, copies)
+            raise
 
-    def _start_ender(self, path: Path) -> _Ends:
-        """Start the thread that waits for what this thread issues."""
-        ends: _Ends = SimpleQueue()
-        name = f"{threading.current_thread().name}-ends"
-        thread = threading.Thread(target=self._see_ends, args=(ends,), name=name, daemon=True)
-        with self._lock:
-            self._enders.append(thread)
-        thread.start()
-        return ends
-
-    def _see_ends(self, ends: _Ends) -> None:
-        settle_thread(background=False, near=self._near)
-        while (one := ends.get()) is not None:
-            taken, copies = one
-            failed: dict[int, RowError] = {}
-            seconds = 0.0
+    def _see_end(self, issued: tuple[_Taken, Issued]) -> None:
+        """Wait until copies have ended. Raises as `_carry_out` does."""
+        taken, copies = issued
+        failed: dict[int, RowError] = {}
+        seconds = 0.0
+        try:
             try:
                 copies.wait()
                 seconds = copies.seconds()
@@ -504,6 +554,37 @@ class TransferEngine:
                 self._log_failure(taken.run.graph, taken.op)
                 failed = dict.fromkeys(taken.rows, RowError.INTERNAL)
             self._end(taken, failed, self._clock() - seconds, seconds)
+        except BaseException:
+            self._drop(taken, copies)
+            raise
+
+    def _drop(self, taken: _Taken, copies: Issued | None) -> None:
+        """End an op in hand as failed, after what was issued of it: it may touch pages till then.
+
+        If the executor has raised, there is none left.
+        """
+        if copies is not None:
+            with suppress(Exception):  # the device has failed
+                copies.wait()
+        with self._lock:
+            self._give_up(taken.run, taken.position)
+            self._changed.notify_all()
+
+    def _stop(self, name: str, error: BaseException) -> None:
+        """Take no more ops, because thread ``name`` has ended by an error. Others end theirs."""
+        with self._lock:
+            first = not self._stopped
+            if first:
+                self._stopped = f"the transfer thread {name} has stopped after an error: {error!r}"
+            for run in list(self._runs.values()):
+                for position, state in enumerate(run.states):
+                    if state in (OpState.CREATED, OpState.READY):
+                        self._give_up(run, position)
+                self._forget_if_ended(run)
+            self._wake_threads()
+            self._changed.notify_all()
+        if first:
+            _log.error("this rank loads and saves no more: %s", self._stopped, exc_info=error)
 
     def _end(
         self, taken: _Taken, failed: dict[int, RowError], started: float, seconds: float
@@ -519,7 +600,12 @@ class TransferEngine:
             self._changed.notify_all()
         if self._observer is not None:
             graph_id, rows = run.graph.graph_id, len(taken.rows)
-            self._observer(OpTiming(op, rows, len(failed), seconds, graph_id, started))
+            try:
+                self._observer(OpTiming(op, rows, len(failed), seconds, graph_id, started))
+            except Exception:  # noqa: BLE001 - who looks on ends nothing
+                if not self._observer_failed:
+                    self._observer_failed = True
+                    _log.exception("what observes transfers has failed, and is called again")
 
     def _take(self, path: Path) -> _Taken | None:
         """Block until an op of ``path`` may start; None when the engine closes."""
@@ -530,19 +616,21 @@ class TransferEngine:
                     heapq.heappop(queue)
                 if queue and (queue[0][0] <= Priority.LOAD or self._may_issue[path] > 0):
                     return self._taken(path, *heapq.heappop(queue)[-2:])
-                if self._closed and not queue:
+                if (self._closed or self._stopped) and not queue:
                     return None
                 self._work[path].wait()
 
     def _taken(self, path: Path, graph_id: int, position: int) -> _Taken:
         run = self._runs[graph_id]
-        run.states[position] = OpState.RUNNING
         limited = run.graph.priority > Priority.LOAD
-        if limited:
-            self._may_issue[path] -= 1
         span = range(*run.graph.ops[position].rows)
         upstream = {row: RowError.UPSTREAM for row in span if row in run.failed}
-        return _Taken(run, position, upstream, [r for r in span if r not in upstream], limited)
+        rows = [row for row in span if row not in upstream]
+        taken = _Taken(run, position, upstream, rows, limited)
+        if limited:
+            self._may_issue[path] -= 1
+        run.states[position] = OpState.RUNNING  # last: from here on this thread must end it
+        return taken
 
     def _execute(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]

@@ -188,7 +188,8 @@ class KVWorker:
         Without ``after`` they begin after the current stream's work so far: a step that is under
         way may still write to the pages. ``into`` replaces the engine's pages until `release` is
         called for the graph. A graph that cannot be taken (it is malformed, or the queue is full)
-        does not run at all: reports of its failed ops are returned.
+        does not run at all: reports of its failed ops are returned. They are refused if the engine
+        has stopped: this rank then takes no more work.
         """
         if graph.units:  # else it goes to and from host memory only
             self._stream.start_after(graph.graph_id, after or self._stream.mark())
@@ -199,7 +200,7 @@ class KVWorker:
             self.engine.submit(graph, wave)
         except (CapacityError, TransferError) as error:
             _log.warning("graph refused: %s", error)
-            return refuse(graph, RowError.INTERNAL)
+            return refuse(graph, RowError.REFUSED if self.engine.stopped else RowError.INTERNAL)
         return []
 
     def allocating(self) -> AbstractContextManager[object]:

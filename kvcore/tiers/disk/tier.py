@@ -18,10 +18,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvcore._util.threads import started
+from kvcore._util.threads import GuardedThread, nobody_waits, started
 from kvcore.errors import (
     CapacityError,
     CorruptBlock,
@@ -457,7 +458,7 @@ class _Flusher:
         self._interval = interval
         self._flushing = threading.Lock()  # taken before _lock
         self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._due: threading.Event | None = None  # set to call the flush off
         self._closed = False
 
     def dirtied(self) -> None:
@@ -466,10 +467,16 @@ class _Flusher:
             self._flush_or_warn()
             return
         with self._lock:
-            if self._timer is None and not self._closed:
-                self._timer = threading.Timer(self._interval, self._flush_or_warn)
-                self._timer.daemon = True
-                self._timer.start()
+            if self._due is not None or self._closed:
+                return
+            self._due = called_off = threading.Event()
+        run = partial(self._flush_later, called_off)
+        if not GuardedThread("kvcore-flush", run, nobody_waits).start():
+            self._flush_or_warn()
+
+    def _flush_later(self, called_off: threading.Event) -> None:
+        if not called_off.wait(self._interval):
+            self._flush_or_warn()
 
     def flush(self) -> None:
         """Flush now. Later writes wait for the next flush."""
@@ -486,10 +493,10 @@ class _Flusher:
 
     def _disarm(self) -> bool:
         with self._lock:
-            timer, self._timer = self._timer, None
-        if timer is not None:
-            timer.cancel()
-        return timer is not None
+            due, self._due = self._due, None
+        if due is not None:
+            due.set()
+        return due is not None
 
     def _flush_or_warn(self) -> None:
         with self._flushing:

@@ -27,6 +27,7 @@ import numpy as np
 
 from kvcore._util.outside import decode_json, printable, read_bounded
 from kvcore._util.private import open_file, open_folder, write_whole
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import FormatError, TierUnavailable
 from kvcore.index.slots import slot_runs
 from kvcore.model.keys import KEY_BYTES
@@ -45,6 +46,7 @@ MAX_ENTRIES = 1 << 14
 _MAX_NBYTES = MAX_ENTRIES * 256
 """The most namespaces, and the most slots, in one file. With more, it says that all are cleared."""
 _NEVER = (1 << 63) - 1
+_UNRECORDED = "a clear could not be recorded in %s, and a restart may undo it: %s"
 
 
 class Stamps:
@@ -98,9 +100,9 @@ class Tombstones:
         self.stamps = Stamps(newest)
         self._cleared: dict[str, int] = {}
         self._slots: dict[int, int] = {}  # slots of the first folder: stamps
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._written = True
-        self._thread: threading.Thread | None = None  # only while there is something to write
+        self._thread: GuardedThread | None = None  # only while there is something to write
 
     def cleared(self, namespace: bytes | None, writing: Iterable[int] = ()) -> None:
         """Record a clear, as `kvcore.tiers.spec.ClearRecord` says."""
@@ -129,11 +131,21 @@ class Tombstones:
             self._cleared, self._slots = {EVERY: stamp}, writing
         self._written = False
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvcore-tombstones", daemon=True)
-            self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        """Start the thread. The caller holds the lock."""
+        self._thread = GuardedThread("kvcore-tombstones", self._run, self._lose)
+        self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait up to ``timeout`` seconds until everything is recorded. Idempotent."""
+        """Wait up to ``timeout`` seconds until everything is recorded. Idempotent.
+
+        What could not be recorded is tried once more.
+        """
+        with self._lock:
+            if not self._written and self._thread is None:
+                self._start()
         if (thread := self._thread) is not None:
             thread.join(timeout)
 
@@ -149,12 +161,15 @@ class Tombstones:
                 own = folder == self._folders[0]
                 try:
                     _write(folder, cleared, slots if own else [])
-                except OSError as error:
-                    _log.error(
-                        "a clear could not be recorded in %s, and a restart may undo it: %s",
-                        folder,
-                        error,
-                    )
+                except Exception as error:  # noqa: BLE001 - thread boundary: it is one folder's
+                    _log.error(_UNRECORDED, folder, error)
+
+    def _lose(self, error: BaseException) -> None:
+        """Note that the thread has died: the next clear, or `close`, starts another."""
+        with self._lock:
+            self._written, self._thread = False, None
+        for folder in self._folders:
+            _log.error(_UNRECORDED, folder, error)
 
 
 def _by_stamp(slots: Mapping[int, int]) -> list[tuple[int, int, int]]:

@@ -18,8 +18,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import TierError, TierUnavailable
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
@@ -137,15 +139,36 @@ class Finder:
         self._retry_at = time.monotonic()
         self._answered = 0
         self._closed = False
-        self._threads: dict[bool, threading.Thread] = {}
+        self._threads: dict[bool, GuardedThread] = {}
         self._start(False)
 
     def _start(self, node_only: bool) -> None:
         """Start the thread for ``node_only`` queries, or the one for all others."""
         name = f"kvcore-find-{self._name}{'-nodes' if node_only else ''}"
-        thread = threading.Thread(target=self._serve, args=(node_only,), name=name, daemon=True)
-        self._threads[node_only] = thread
+        serve, die = partial(self._serve, node_only), partial(self._die, node_only)
+        self._threads[node_only] = thread = GuardedThread(name, serve, die)
         thread.start()
+
+    def _die(self, node_only: bool, error: BaseException) -> None:
+        """Fail the queries of a thread that has died. Nothing more is asked of it."""
+        with self._changed:
+            lost = [query for query in self._open if query.node_only == node_only]
+            for query in lost:
+                query.error = f"the thread that looks blocks up has stopped: {error!r}"
+                query.ended = query.failed = True
+            self._open = [query for query in self._open if not query.ended]
+            self._answered += len(lost)
+            unwanted, self._unwanted = ([], self._unwanted) if node_only else (self._unwanted, [])
+            self._changed.notify_all()
+        self._leave_deletes(unwanted)
+
+    def _leave_deletes(self, keys: Sequence[bytes]) -> None:
+        """Leave deletes, which no thread will carry out, to the next leader."""
+        if not keys:
+            return
+        if self._pending_file is not None:
+            self._pending_file.add(keys)
+        _log.error("deleting %d blocks from store %s is left undone", len(keys), self._name)
 
     def is_node_only(self, promise: Promise | None) -> bool:
         """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
@@ -154,16 +177,19 @@ class Finder:
     def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
         """Start a query. Returns None if too many queries are open or the finder is closed.
 
-        ``promise`` covers the first of these keys.
+        Also returns None if the thread that would answer it has died. ``promise`` covers the first
+        of these keys.
         """
         query = StoreQuery(keys, promise)
         query.node_only = self.is_node_only(promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
                 return None
-            self._open.append(query)
             if query.node_only not in self._threads:
                 self._start(query.node_only)
+            if self._threads[query.node_only].error is not None:
+                return None
+            self._open.append(query)
             self._changed.notify_all()
         return query
 
@@ -181,8 +207,12 @@ class Finder:
         lookups do not find them.
         """
         with self._changed:
-            self._unwanted += keys
-            self._changed.notify_all()
+            dead = self._threads[False].error is not None
+            if not dead:
+                self._unwanted += keys
+                self._changed.notify_all()
+        if dead:
+            self._leave_deletes(keys)
 
     def wait(self, timeout: float) -> bool:
         """Block until a query ends, at most ``timeout`` seconds.
@@ -207,8 +237,8 @@ class Finder:
         threads = list(self._threads.values())
         until = time.monotonic() + timeout
         for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+            thread.join(until - time.monotonic())
+        if any(thread.alive for thread in threads):
             _log.warning(
                 "store %s does not answer at shutdown: its threads are abandoned", self._name
             )

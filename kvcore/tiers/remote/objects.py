@@ -7,14 +7,17 @@ a folder it is written under a temporary name and then renamed.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
 from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from kvcore._util.optional import client_module
+from kvcore._util.threads import GuardedThread
 from kvcore.errors import BlockMissing, ConfigError, TierError, TierUnavailable
 from kvcore.memory.buffers import nbytes_of
 from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
@@ -22,6 +25,9 @@ from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
 T = TypeVar("T")
+
+_SLACK_S = 5.0
+"""Seconds that a caller waits for a loop that should have ended its requests by their timeout."""
 
 
 class ObjectOptions(StoreOptions):
@@ -60,10 +66,11 @@ class ObjectStore(BlockStore):
         self._timeout = timeout_s
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Semaphore(requests)
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="kvcore-objects", daemon=True
-        )
-        self._thread.start()
+        self._running: set[Future[Any]] = set()
+        self._thread = GuardedThread("kvcore-objects", self._loop.run_forever, self._die)
+        if not self._thread.start():
+            self._loop.close()
+            raise TierUnavailable(f"no thread for requests can be started: {self._thread.error}")
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         return self._all(items, self._put)
@@ -85,10 +92,16 @@ class ObjectStore(BlockStore):
                 raise error
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        with suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+        if self._thread.join(self._timeout + _SLACK_S):
             self._loop.close()
+
+    def _die(self, error: BaseException) -> None:
+        """Fail the requests under way: the loop runs no more."""
+        for future in list(self._running):
+            with suppress(InvalidStateError):  # it has just ended
+                future.set_exception(_dead(error))
 
     # -- on the loop ------------------------------------------------------------------------
 
@@ -145,7 +158,10 @@ class ObjectStore(BlockStore):
             return TierUnavailable(f"object {name}: {error}")
 
     def _all(self, asked: Sequence[Any], one: Callable[[Any], Coroutine[Any, Any, T]]) -> list[T]:
-        """Run ``one`` for each of ``asked`` concurrently. Blocks until all have ended."""
+        """Run ``one`` for each of ``asked`` concurrently. Blocks until all have ended.
+
+        Raises TierUnavailable if the thread of the loop has died, or if the loop hangs.
+        """
 
         async def run() -> list[T]:
             tasks = [asyncio.ensure_future(one(item)) for item in asked]
@@ -154,7 +170,21 @@ class ObjectStore(BlockStore):
 
         if not asked:
             return []
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+        if self._thread.error is not None:
+            raise _dead(self._thread.error)
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._running.add(future)
+        try:
+            return future.result(self._timeout + _SLACK_S)
+        except (Late, CancelledError):
+            future.cancel()
+            raise TierUnavailable(f"no end in {self._timeout + _SLACK_S} s") from None
+        finally:
+            self._running.discard(future)
+
+
+def _dead(error: BaseException) -> TierUnavailable:
+    return TierUnavailable(f"the thread of this store's requests has stopped: {error!r}")
 
 
 def _get_result(item: Item, value: memoryview | TierError) -> TierError | None:

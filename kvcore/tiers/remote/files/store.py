@@ -14,7 +14,6 @@ import os
 import queue
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import Field, field_validator
 
+from kvcore._util.threads import GuardedThread
 from kvcore.config.fields import FolderPath, Seconds
 from kvcore.errors import (
     BlockMissing,
@@ -96,10 +96,9 @@ class _Job:
             except Exception as error:  # noqa: BLE001 - thread boundary: raised on the other side
                 outcome.set_exception(error)
 
-        try:
-            threading.Thread(target=settle, name="kvcore-files", daemon=True).start()
-        except RuntimeError as error:
-            raise TierUnavailable(f"no thread for file I/O can be started: {error}") from error
+        thread = GuardedThread("kvcore-files", settle, outcome.set_exception)
+        if not thread.start():
+            raise TierUnavailable(f"no thread for file I/O can be started: {thread.error}")
         self.ended = outcome  # type: ignore[assignment]  # only waited for
         try:
             return outcome.result(max(0.0, self._until - time.monotonic()))

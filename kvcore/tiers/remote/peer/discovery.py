@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.cluster.base import Directory, Member
 from kvcore.cluster.open import directory_of
 from kvcore.errors import ClusterError, ConfigError
@@ -28,6 +29,7 @@ _log = logging.getLogger("kvcore.tiers.peer")
 _LOOKUPS = 3
 """Lookups per TTL."""
 _KIND = "worker"
+END_S = 10.0
 
 
 class PeerDiscovery:
@@ -54,21 +56,27 @@ class PeerDiscovery:
         self._fails = False
         self._invalid: set[str] = set()  # invalid addresses that were logged
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcore-discovery", daemon=True)
+        self._thread = GuardedThread("kvcore-discovery", self._run, nobody_waits)
         self._thread.start()
 
     def close(self) -> None:
-        """Remove this node's entry. Blocks until the directory has done so. Idempotent."""
+        """Remove this node's entry. Blocks until the directory has done so. Idempotent.
+
+        A lookup under way is waited for up to `END_S` seconds.
+        """
         if not self._closed.is_set():
             self._closed.set()
-            self._thread.join()
+            self._thread.join(END_S)
             self._directory.close()
 
     def _run(self) -> None:
-        if self._member is not None:
-            self._directory.join(self._member)
+        joined = self._member is None
         while not self._closed.is_set():
             try:
+                if not joined:
+                    assert self._member is not None
+                    self._directory.join(self._member)
+                    joined = True
                 self._look()
                 self._fails = False
             except ClusterError as error:

@@ -17,6 +17,7 @@ from typing import Any
 from kvcore._util.circuit_breaker import Breaker
 from kvcore._util.curve import ClientKeys, curve_key
 from kvcore._util.log_limit import LogLimit
+from kvcore._util.threads import GuardedThread
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.errors import CapacityError, FormatError, KVCoreError, TierUnavailable
 from kvcore.tiers.remote.peer.leases import LentMemory
@@ -60,6 +61,8 @@ UNKNOWN = Limits(connections=256, message=MAX_REQUEST)
 MAX_GUESTS = 64
 """Most nodes outside the list that are remembered, with their connections."""
 _MAX_PAUSE_S = 30.0
+END_S = 30.0
+"""Seconds that `PeerServer.close` waits for each thread: a read may hold NIXL up."""
 
 
 class PeerServer:
@@ -107,32 +110,53 @@ class PeerServer:
         self._closed = threading.Event()
         self._leased = threading.Event()
         self._threads = [
-            threading.Thread(target=self._serve, name="kvcore-peer", daemon=True),
-            threading.Thread(target=self._serve_reads, name="kvcore-peer-reads", daemon=True),
+            GuardedThread("kvcore-peer", self._serve, self._stop),
+            GuardedThread("kvcore-peer-reads", self._serve_reads, self._stop),
         ]
-        for thread in self._threads:
-            thread.start()
+        if not self._threads[0].start():
+            self._shut()
+            raise TierUnavailable("no thread to answer other nodes can be started")
+        if not self._threads[1].start():
+            self.close()
+            raise TierUnavailable("no thread to serve other nodes' reads can be started")
 
-    def close(self) -> None:
-        """Stop answering. Blocks until ``progress`` has returned. Idempotent."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._leased.set()
-            for thread in self._threads:
-                thread.join()
+    def close(self) -> bool:
+        """Stop answering; return whether ``progress`` has returned. Blocks up to `END_S` seconds.
 
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            if self._socket.poll(_TICK_MS):
-                sender, *parts = self._socket.recv_multipart(copy=False)
-                peer = curve_key(parts[-1]) if self._curve and parts else ""
-                reply = frames(self._reply([part.bytes for part in parts], peer))
-                try:
-                    self._socket.send_multipart([sender.bytes, *reply], zmq.NOBLOCK)
-                except zmq.ZMQError as error:
-                    _log.debug("an answer to another node could not be sent: %s", error)
+        Idempotent.
+        """
+        self._stop()
+        ended = [thread.join(END_S) for thread in self._threads]
+        return all(ended)
+
+    def _stop(self, error: BaseException | None = None) -> None:
+        """Have both threads end. If one has died, this node answers nobody any more."""
+        self._closed.set()
+        self._leased.set()
+
+    def _shut(self) -> None:
         self._socket.close()
         self._entrance.close()
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed.is_set():
+                if self._socket.poll(_TICK_MS):
+                    self._answer_one(self._socket.recv_multipart(copy=False))
+        finally:
+            self._shut()
+
+    def _answer_one(self, message: list[Any]) -> None:
+        try:
+            sender, *parts = message
+            peer = curve_key(parts[-1]) if self._curve and parts else ""
+            reply = frames(self._reply([part.bytes for part in parts], peer))
+            self._socket.send_multipart([sender.bytes, *reply], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            _log.debug("an answer to another node could not be sent: %s", error)
+        except Exception:  # noqa: BLE001 - thread boundary: this node goes on answering
+            if self._limit.admit("answer") is not None:
+                _log.exception("a request of another node could not be answered")
 
     def _serve_reads(self) -> None:
         read_until = 0.0

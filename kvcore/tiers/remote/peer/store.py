@@ -206,9 +206,10 @@ class PeerStore(BlockStore):
     def close(self) -> None:
         if self._discovery is not None:
             self._discovery.close()
-        if self._server is not None:
-            self._server.close()
+        answered = self._server is None or self._server.close()
         self.peers.close()
+        if not answered:  # NIXL still works on the memory
+            return
         with self._lock:
             agent, self._agent = self._agent, None
         if (agent is None or agent.close()) and self._memory is not None:
