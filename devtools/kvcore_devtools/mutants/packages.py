@@ -13,7 +13,7 @@ __all__ = ["PACKAGES", "Package"]
 class Package:
     """Sources, as paths or patterns below the root, and the tests that ought to notice changes.
 
-    ``marks`` choose among the tests. Modules with ``last`` in their names take long, and run after
+    The tests are folders or files. ``marks`` choose among the tests. Modules with ``last`` in their names take long, and run after
     the others.
     """
 
@@ -29,8 +29,9 @@ class Package:
 
     def modules(self, root: Path) -> list[str]:
         """Return the modules with the package's tests, relative to ``root``, in their order."""
-        found = {path for test in self.tests for path in (root / test).rglob("test_*.py")}
-        names = sorted(str(path.relative_to(root)) for path in found)
+        folders = {path for test in self.tests for path in (root / test).rglob("test_*.py")}
+        files = {root / test for test in self.tests if test.endswith(".py")}
+        names = sorted(str(path.relative_to(root)) for path in folders | files)
         return sorted(names, key=lambda name: self.last in name)
 
 
@@ -38,7 +39,10 @@ PACKAGES: Mapping[str, Package] = {
     "index": Package(("kvcore/index/*.py",), ("tests/unit/index",)),
     "transfer": Package(("kvcore/transfer/*.py",), ("tests/unit/transfer",)),
     "connector": Package(("kvcore/connector/*.py",), ("tests/unit/connector", "tests/adapters")),
-    "manager": Package(("kvcore/manager/*.py",), ("tests/unit/manager",)),
+    "manager": Package(
+        ("kvcore/manager/*.py",),
+        ("tests/unit/manager", "tests/unit/tiers/test_remote_lookup.py"),
+    ),
     "disk": Package(("kvcore/tiers/disk/*.py", "kvcore/tiers/guard.py"), ("tests/unit/tiers",)),
     "keys": Package(("kvcore/model/*.py",), ("tests/unit/model",)),
     "remote": Package(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,9 @@ def test_a_fast_disk_is_read_within_its_deadline(
     teach(engine, load=0.01, prefill=10.0)
     found = leader(engine).lookup(engine.submit(PROMPT, 4), 0)
     assert found is not None
-    assert found.deadline_s is not None
-    assert 10 < found.deadline_s <= 30
+    planned = planning(engine).plan(PlanMemo(), found.hit, 200, 0)
+    assert found.deadline_s == planned.deadline_s
+    assert 10 < found.deadline_s < 30
     engine.run()
     assert ask(engine).reused
     assert ask(engine).answer == answer
@@ -122,6 +124,23 @@ def test_a_plan_is_made_once_for_a_hit(engine: ReferenceEngine) -> None:
         assert leader(engine).lookup(request, 0) is None
     assert made.planner._refused == {"disk": 1}
     engine.abort(request)
+
+
+def test_a_plan_is_made_anew_for_another_hit(engine: ReferenceEngine) -> None:
+    """And for another number of tokens that the engine holds itself."""
+    teach(engine, load=0.01, prefill=10.0)
+    advisor, memo = planning(engine), PlanMemo()
+    hit = leader(engine).lookup(engine.submit(PROMPT, 4), 0).hit
+    shorter = replace(hit, sources=(hit.sources[0]._replace(stop=4),))
+    first = advisor.plan(memo, hit, 200, 0)
+    assert advisor.plan(memo, hit, 200, 0) is first
+    assert [advisor.plan(memo, *given).stop for given in ((hit, 200, 192), (shorter, 200, 0))] == [
+        192,
+        64,
+    ]
+    assert memo.deadline_s(otherwise=99.0) != 99.0
+    assert PlanMemo().deadline_s(otherwise=99.0) == 99.0
+    engine.run()
 
 
 def test_what_is_in_flight_is_counted_and_comes_back_to_nothing(

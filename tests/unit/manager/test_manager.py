@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, KVCoreError
+from kvcore.index import Evicted
 from kvcore.manager import HOST, Event, Readiness, WritePolicy
 from kvcore.manager import manager as manager_module
+from kvcore.manager.base import Room
+from kvcore.manager.remote_lookup import Believed
 from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
 from support.clock import Clock
 from support.manager import NAMESPACE, ManagerRig, chain
@@ -120,6 +124,59 @@ def test_a_load_larger_than_the_host_tier_passes_through_staging() -> None:
     rig.manager.check_integrity()
 
 
+@pytest.mark.parametrize("start", [1, 2, 3])
+@pytest.mark.parametrize("device", [0, 4])
+def test_a_load_may_begin_behind_what_the_engine_holds(start: int, device: int) -> None:
+    rig = ManagerRig(host=4, disk=16, device=device)
+    old = chain(1, 2, 3, 4)
+    for keys in (old, chain(7, 8, 9, 10)):
+        rig.save(keys)
+        rig.drain()
+    graph = rig.load(old, start)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == old[start:]
+
+
+def test_a_read_takes_no_more_blocks_than_there_is_staging() -> None:
+    assert ManagerRig(staging=2, batch=3).manager.flights.batch == 2
+    assert ManagerRig(staging=4, batch=3).manager.flights.batch == 3
+
+
+def test_a_load_that_rescues_a_block_on_its_way_out_leaves_no_slot_reserved() -> None:
+    """The block before those that it wanted to keep in host memory is published again."""
+    rig = ManagerRig(host=8, disk=16)
+    keys = chain(*range(8))
+    rig.save(keys)
+    rig.drain()
+    index = rig.manager.index
+    index.evictions.evict(HOST, 1)
+    eviction = index.evictions.begin(HOST, 1)
+    assert [block.key for block in eviction.blocks] == [keys[6]]
+    graph = rig.load(keys, 6)
+    assert graph is not None
+    rig.drain()
+    assert rig.loaded(graph) == keys[6:]
+    index.evictions.finish(eviction)
+    rig.manager.clear()
+    assert index.num_used(HOST) == 0, "a reservation leaked"
+
+
+def test_what_another_load_brings_to_host_memory_is_coming() -> None:
+    rig = ManagerRig(host=4, disk=16)
+    old = chain(1, 2, 3, 4)
+    for keys in (old, chain(7, 8, 9, 10)):
+        rig.save(keys)
+        rig.drain()
+    manager = rig.manager
+    hit = manager.get_match(old, NAMESPACE)
+    assert not manager.coming(hit, 4), "nothing brings it"
+    assert rig.fetch(old, lambda: None)
+    assert [manager.coming(hit, stop) for stop in (0, 1, 4)] == [False, True, True]
+    rig.drain()
+    assert not manager.coming(manager.get_match(old, NAMESPACE), 4), "it is there"
+
+
 def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
     """The first source is still held and is pinned; the second has left its tier."""
     rig = ManagerRig(host=4, disk=16)
@@ -172,6 +229,8 @@ def test_write_back_keeps_what_host_memory_has_no_room_for() -> None:
     rig.drain()
     assert rig.manager.index.num_used("disk") == 0
     rig.manager.maintain()
+    assert rig.manager.index.num_free(HOST) == 0, "its bytes are not on the disk yet"
+    assert rig.save(chain(9)) is None
     rig.drain()
     assert rig.manager.index.num_used("disk") > 0
     hit = rig.manager.get_match(first, NAMESPACE)
@@ -248,6 +307,7 @@ def test_cancel_returns_everything() -> None:
     graph = rig.load(keys)
     assert graph is not None
     rig.manager.cancel(graph.graph_id)
+    assert not rig.media.todo, "nothing of it is carried out any more"
     assert rig.manager.wait(graph.graph_id, timeout=5)
     assert rig.manager.in_flight == 0
     rig.manager.check_integrity()
@@ -441,6 +501,79 @@ def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
     rig.drain()
     assert rig.loaded(graph) == [keys[0], None, keys[2]]
     assert rig.manager.get_match(keys, NAMESPACE).depth == 1
+
+
+def test_room_is_what_is_free_or_given_back() -> None:
+    """By hand: reads pass through staging, or go into as many free slots of the host tier."""
+    READY, NEVER = Readiness.READY, Readiness.NEVER  # noqa: N806
+    room = Room(full=False, free=3, staging=False, lent=False)
+    assert [room.admits(below) for below in (0, 3, 4)] == [READY, READY, NEVER]
+    assert room._replace(lent=True).admits(4) is Readiness.LATER
+    assert room._replace(staging=True).admits(4) is READY
+    full = room._replace(full=True)
+    assert full.admits(0) is Readiness.LATER
+    assert full._replace(moving=False).admits(0) is NEVER
+
+
+def test_what_is_to_be_done_now_and_then_is_done_at_each_maintenance() -> None:
+    manager, done = ManagerRig().manager, []
+    manager.upkeep += [lambda: done.append("one"), lambda: done.append("other")]
+    manager.maintain()
+    assert done == ["one", "other"]
+
+
+class Store:
+    """A view of a store that has answered, or not, and says what it was asked."""
+
+    def __init__(self, asking: bool, found: Believed | None = None) -> None:
+        self._asking, self._found = asking, found
+        self.asked: list[tuple[Any, ...]] = []
+
+    def ask(self, *given: Any) -> bool:
+        self.asked.append(given)
+        return self._asking
+
+    def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
+        assert namespace == NAMESPACE
+        return self._found
+
+
+def with_stores(rig: ManagerRig, *stores: Store) -> None:
+    lookups: Any = dict(zip(("disk", "far"), stores, strict=False))
+    rig.manager.tiers = replace(rig.manager.tiers, lookups=lookups)
+
+
+@pytest.mark.parametrize("asking", [(False, False), (False, True), (True, False), (True, True)])
+def test_every_store_is_asked_for_what_is_not_held(asking: tuple[bool, bool]) -> None:
+    rig = ManagerRig(far=16)
+    stores = [Store(one) for one in asking]
+    keys = chain(1, 2)
+    rig.save(keys[:1])
+    rig.drain()
+    with_stores(rig, *stores)
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    assert rig.manager.ask_stores(hit, 1) is any(asking)
+    assert [store.asked for store in stores] == [[(hit.keys, None, NAMESPACE)]] * 2
+
+
+@pytest.mark.parametrize(("saved", "computed"), [(2, 0), (0, 2), (1, 2), (0, 3)])
+def test_no_store_is_asked_for_what_is_held_or_computed(saved: int, computed: int) -> None:
+    rig, keys, store = ManagerRig(), chain(1, 2), Store(asking=True)
+    rig.save(keys[:saved])
+    rig.drain()
+    with_stores(rig, store)
+    assert not rig.manager.ask_stores(rig.manager.get_match(keys, NAMESPACE), computed)
+    assert not store.asked
+
+
+def test_what_a_store_answered_is_counted_once() -> None:
+    rig = ManagerRig(far=16)
+    gone = Evicted(key=b"k" * 16, parent=b"p" * 16, namespace=NAMESPACE, slot=0)
+    with_stores(rig, Store(True), Store(False, Believed(0, 0, [gone], "late")))
+    rig.manager.get_match(chain(1), NAMESPACE)
+    told = rig.metrics.snapshot()
+    assert told["kvcore_store_lookups_total"] == {"far|late": 1}
+    assert told["kvcore_evictions_total"] == {"far": 1}
 
 
 def test_silent_stores_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ class ManagerMachine(RuleBasedStateMachine):
     """Random traffic over chains that share prefixes; the media check every byte moved."""
 
     write = WritePolicy.WRITE_THROUGH
+    host = 6
     device = 0
     """Places in the staging on the device; if there are any, disk loads go past host memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rig = ManagerRig(
-            host=6, disk=10, write=self.write, staging=3, batch=3, admit=2, device=self.device
+            host=self.host, disk=10, write=self.write, staging=3, batch=3, admit=2, device=self.device
         )
 
     names = st.lists(st.integers(0, 2), min_size=1, max_size=9)
@@ -128,6 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 class WriteBackMachine(ManagerMachine):
     write = WritePolicy.WRITE_BACK
+    host = 8  # an eighth of it is kept free, so it demotes when it is full
 
 
 class SelectiveMachine(ManagerMachine):
@@ -138,8 +140,7 @@ class ToDeviceMachine(ManagerMachine):
     device = 5
 
 
-class NarrowMachine(ManagerMachine):
-    write = WritePolicy.WRITE_BACK
+class NarrowMachine(WriteBackMachine):
     device = 1
 
 
