@@ -80,7 +80,7 @@ class GuardedThread:
 
         A thread that still runs is left behind, with a warning. It does not wait for itself.
         """
-        if not self.alive or self.is_current:
+        if self._thread.ident is None or self.is_current:
             return not self.alive
         self._thread.join(max(0.0, timeout))
         if self.alive:

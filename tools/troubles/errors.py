@@ -32,8 +32,8 @@ ERRORS = {
     "from the tier is slower than computing: see `transfer.load_deadline_s` and "
     "`planner.enabled`.",
     "EngineMustEnd": "Restart the engine, and report the traceback.",
-    "PagesInUse": "Restart the engine. If it happens again, look for a device or driver that hangs: "
-    "copies of KV did not end.",
+    "PagesInUse": "Restart the engine. If it happens again, a device or its driver hangs: copies "
+    "of KV did not end.",
     "RankLostError": "Restart the engine. If memory ran out on the rank, lower the device memory "
     "that the engine takes.",
 }

@@ -13,8 +13,8 @@ __all__ = ["PACKAGES", "Package"]
 class Package:
     """Sources, as paths or patterns below the root, and the tests that ought to notice changes.
 
-    The tests are folders or files. ``marks`` choose among the tests. Modules with ``last`` in their names take long, and run after
-    the others.
+    The tests are folders or files. ``marks`` choose among the tests. Modules with ``last`` in their
+    names take long, and run after the others.
     """
 
     sources: tuple[str, ...]

@@ -166,7 +166,7 @@ class WatchedEngine(TransferEngine):
                 self.machine.learn(known.ended or {})
         return reports
 
-    def close(self, *, drain: bool = True, timeout: float | None = 30.0) -> bool:
+    def close(self, *, drain: bool = True, timeout: float = 30.0) -> bool:
         closed = super().close(drain=drain, timeout=timeout)
         if closed:
             for graph_id in list(self._known):

@@ -505,7 +505,7 @@ def test_a_block_that_rotted_on_its_way_past_host_memory_is_forgotten() -> None:
 
 def test_room_is_what_is_free_or_given_back() -> None:
     """By hand: reads pass through staging, or go into as many free slots of the host tier."""
-    READY, NEVER = Readiness.READY, Readiness.NEVER  # noqa: N806
+    READY, NEVER = Readiness.READY, Readiness.NEVER
     room = Room(full=False, free=3, staging=False, lent=False)
     assert [room.admits(below) for below in (0, 3, 4)] == [READY, READY, NEVER]
     assert room._replace(lent=True).admits(4) is Readiness.LATER

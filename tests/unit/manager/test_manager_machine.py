@@ -27,7 +27,13 @@ class ManagerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rig = ManagerRig(
-            host=self.host, disk=10, write=self.write, staging=3, batch=3, admit=2, device=self.device
+            host=self.host,
+            disk=10,
+            write=self.write,
+            staging=3,
+            batch=3,
+            admit=2,
+            device=self.device,
         )
 
     names = st.lists(st.integers(0, 2), min_size=1, max_size=9)
