@@ -51,10 +51,14 @@ class GuardedThread:
         self._thread = threading.Thread(target=self._guarded, name=name, daemon=True)
         self._started = False
 
-    @property
-    def alive(self) -> bool:
-        """True while it runs."""
+    def is_alive(self) -> bool:
+        """Return True while it runs."""
         return self._thread.is_alive()
+
+    @property
+    def ident(self) -> int | None:
+        """The interpreter's number for it; None before it was started."""
+        return self._thread.ident
 
     @property
     def is_current(self) -> bool:
@@ -81,13 +85,13 @@ class GuardedThread:
         A thread that still runs is left behind, with a warning. It does not wait for itself.
         """
         if self._thread.ident is None or self.is_current:
-            return not self.alive
+            return not self.is_alive()
         self._thread.join(max(0.0, timeout))
-        if self.alive:
+        if self.is_alive():
             _log.warning(
                 "the thread %s did not end in %.3g s and is left behind", self.name, timeout
             )
-        return not self.alive
+        return not self.is_alive()
 
     def _guarded(self) -> None:
         try:

@@ -99,7 +99,7 @@ class _Loop:
 
     def close(self) -> None:
         """Cancel what runs, and wait some seconds for it."""
-        if self._thread.alive:
+        if self._thread.is_alive():
             self.start(self._end())
         self._thread.join(2 * _CLOSE_S)
 

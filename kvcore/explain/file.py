@@ -77,7 +77,7 @@ class RecordFile:
     def close(self) -> None:
         """Write the queued records. Blocks up to `CLOSE_S` seconds. Idempotent."""
         limit = time.monotonic() + CLOSE_S
-        if self._thread.alive:
+        if self._thread.is_alive():
             with contextlib.suppress(queue.Full):  # the disk hangs
                 self._queue.put(_END, timeout=CLOSE_S)
         self._thread.join(limit - time.monotonic())

@@ -43,6 +43,11 @@ EVENTS_AND_CLUSTER = [
         REPORT,
     ),
     Trouble(
+        "block events go to NATS no more: %s",
+        "An internal error of kvcore. The engine serves on; its events count as unsent.",
+        "Report the traceback, and restart the engine.",
+    ),
+    Trouble(
         "block events do not reach NATS, stream %s: %s",
         "The NATS server is down, or accepts nothing. Some batches wait; the newest are "
         "dropped. Another line says when it accepts them again.",

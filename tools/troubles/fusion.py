@@ -88,6 +88,12 @@ FUSION = [
         "Report the traceback to the author of the plugin.",
     ),
     Trouble(
+        "tokens of stored blocks are kept no more, and %s is emptied",
+        "The thread that writes the segments file has stopped; the line before says why. After a "
+        "restart, chunks are not found.",
+        "Report the line before, and restart the engine.",
+    ),
+    Trouble(
         "tokens of stored blocks are not kept in %s: %s",
         "The segments file cannot be used. After a restart, chunks are not found.",
         "Check the file. If it has another version, remove it.",

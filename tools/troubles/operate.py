@@ -40,6 +40,11 @@ OPERATOR_COMMANDS = [
         "Find out who connects there.",
     ),
     Trouble(
+        "an order could not be taken",
+        "An internal error of kvcore. The command was not carried out; others are.",
+        "Report the traceback.",
+    ),
+    Trouble(
         "an answer to an order is lost: %s",
         "`kvcore ctl` was interrupted, or asked for more than fits a message.",
         "`kvcore ctl list` shows the current state. Give it a lower `--limit`.",
@@ -47,6 +52,11 @@ OPERATOR_COMMANDS = [
 ]
 
 TRACES_AND_RECORDS = [
+    Trouble(
+        "a record of a request is left out: %s",
+        "It could not be written as JSON, or the disk of `explain.path` failed.",
+        "Check the disk. If it is well, report the line.",
+    ),
     Trouble(
         "no records of requests are written: %s",
         "The folder `explain.path` is not writable.",

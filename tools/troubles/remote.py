@@ -29,6 +29,12 @@ REMOTE_STORES = [
         "tools.",
     ),
     Trouble(
+        "deleting %d blocks from store %s is left undone",
+        "The thread that asks the store has stopped; the line before says why. The next engine "
+        "that starts here deletes them, if a folder for pending deletes is set.",
+        "Report the line before, and restart the engine.",
+    ),
+    Trouble(
         "deleting from store %s failed unexpectedly",
         "An error in the client of the store.",
         REPORT,

@@ -6,6 +6,11 @@ from tools.troubles.entry import NOTHING, Trouble
 
 SERVER = [
     Trouble(
+        "the session with the kvcore server has failed: joining it anew",
+        "An internal error of kvcore while it kept its session. What was in flight is computed.",
+        "Report the traceback.",
+    ),
+    Trouble(
         "no kvcore server answers: the engine computes until one does",
         "The engine started before its server, or uses a wrong address.",
         "Start `kvcore server`, or correct `server.address`. Engines join by themselves.",

@@ -178,6 +178,33 @@ TURNS_OFF = [
         RESTART_AND_REPORT,
     ),
     Trouble(
+        "the thread %s has stopped after an error",
+        "An internal error of kvcore in one of its threads. What waits for the thread fails, and "
+        "the next lines say what kvcore does without it.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "the thread %s cannot be started: %s",
+        "The process or the container has as many threads as it may. kvcore does without this one.",
+        "Raise the limit (`pids` of the container, `ulimit -u`), and restart the engine.",
+    ),
+    Trouble(
+        "the thread %s did not end in %.3g s and is left behind",
+        "Something that the thread waits for hangs: a disk, a store or a device.",
+        "Look at what the thread is named after. It ends with the process.",
+    ),
+    Trouble("the end of the thread %s could not be told", OWN_ERROR, RESTART_AND_REPORT),
+    Trouble(
+        "this rank loads and saves no more: %s",
+        "A thread that moves bytes has stopped after an internal error. The leader stops kvcore.",
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "what observes transfers has failed, and is called again",
+        "An internal error of kvcore in its metrics or its trace. Transfers go on.",
+        "Report the traceback.",
+    ),
+    Trouble(
         "blends could not be declined; there is no other rank",
         "The same, before a blend. The engine computes the tokens.",
         RESTART_AND_REPORT,

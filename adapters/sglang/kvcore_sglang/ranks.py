@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch.distributed
 
+from kvcore._util.threads import GuardedThread
 from kvcore.connector.messages import StepReport
 from kvcore.errors import TransferError
 from kvcore.telemetry.metrics import Metrics
@@ -97,7 +98,7 @@ class _Link:
     ) -> None:
         self._connection = connection
         self._broken = broken
-        self._threads: list[threading.Thread] = []
+        self._threads: list[GuardedThread] = []
         self.closed = threading.Event()
 
     def listen(self, take: Callable[[bytes], None], name: str) -> None:
@@ -122,7 +123,10 @@ class _Link:
                     _log.exception("the link between two ranks has failed thread=%s", name)
                 self._broken(TransferError(f"the link between two ranks has failed: {error!r}"))
 
-        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        def died(error: BaseException) -> None:
+            self._broken(TransferError(f"a thread of the link could not work: {error!r}"))
+
+        thread = GuardedThread(name, guarded, died)
         self._threads.append(thread)
         thread.start()
 
@@ -144,10 +148,8 @@ class _Link:
         ):
             same.shutdown(socket.SHUT_RDWR)
         limit = time.monotonic() + END_S
-        own = threading.current_thread()
         for thread in self._threads:
-            if thread is not own:
-                thread.join(max(0.0, limit - time.monotonic()))
+            thread.join(limit - time.monotonic())
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:
             _log.error("a link between two ranks stays open: %s did not end", ", ".join(left))

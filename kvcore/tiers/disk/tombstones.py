@@ -46,7 +46,6 @@ MAX_ENTRIES = 1 << 14
 _MAX_NBYTES = MAX_ENTRIES * 256
 """The most namespaces, and the most slots, in one file. With more, it says that all are cleared."""
 _NEVER = (1 << 63) - 1
-_UNRECORDED = "a clear could not be recorded in %s, and a restart may undo it: %s"
 
 
 class Stamps:
@@ -162,14 +161,18 @@ class Tombstones:
                 try:
                     _write(folder, cleared, slots if own else [])
                 except Exception as error:  # noqa: BLE001 - thread boundary: it is one folder's
-                    _log.error(_UNRECORDED, folder, error)
+                    _unrecorded(folder, error)
 
     def _lose(self, error: BaseException) -> None:
         """Note that the thread has died: the next clear, or `close`, starts another."""
         with self._lock:
             self._written, self._thread = False, None
         for folder in self._folders:
-            _log.error(_UNRECORDED, folder, error)
+            _unrecorded(folder, error)
+
+
+def _unrecorded(folder: Path, error: BaseException) -> None:
+    _log.error("a clear could not be recorded in %s, and a restart may undo it: %s", folder, error)
 
 
 def _by_stamp(slots: Mapping[int, int]) -> list[tuple[int, int, int]]:

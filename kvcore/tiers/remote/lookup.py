@@ -238,7 +238,7 @@ class Finder:
         until = time.monotonic() + timeout
         for thread in threads:
             thread.join(until - time.monotonic())
-        if any(thread.alive for thread in threads):
+        if any(thread.is_alive() for thread in threads):
             _log.warning(
                 "store %s does not answer at shutdown: its threads are abandoned", self._name
             )
