@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcore import log
 from kvcore.config import Config, forwarded_config
 from kvcore.connector.guard import Guard, Neutral, covered
-from kvcore.errors import ConfigError, KVCoreError
+from kvcore.errors import ConfigError, EngineMustEnd, KVCoreError
 from kvcore_trtllm import engine
 from kvcore_trtllm.build import (
     agree_on_fusion,
@@ -34,6 +34,7 @@ from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")
+_T = TypeVar("_T")
 _names = engine.find()
 _WorkerBase: Any = _names.worker
 _SchedulerBase: Any = _names.scheduler
@@ -210,6 +211,14 @@ def _capturing() -> bool:
 # -- scheduler ------------------------------------------------------------------------------
 
 
+def _or_end(recover: Callable[[], _T]) -> _T:
+    """Return what ``recover`` returns. If it fails, a promise would not be told as failed."""
+    try:
+        return recover()
+    except Exception as error:
+        raise EngineMustEnd("kvcore can neither keep a promise of KV nor fail it") from error
+
+
 _NOTHING = Neutral(lambda: None)
 _NO = Neutral(lambda: False)
 
@@ -275,7 +284,7 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
 
         def lose() -> None:
             if offered is not None:  # the engine counts on the tokens
-                leader.lose(request.request_id, parked=offered)
+                _or_end(lambda: leader.lose(request.request_id, parked=offered))
 
         self._guard.run(
             "update_state_after_alloc",
@@ -293,7 +302,9 @@ class KVCoreScheduler(_SchedulerBase):  # type: ignore[misc]  # as above
             "build_connector_meta",
             lambda: KVCoreMetadata.of(leader.build_plan(scheduler_output)),
             KVCoreMetadata(),
-            lambda: KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step")),
+            lambda: _or_end(
+                lambda: KVCoreMetadata.of(leader.last_plan("kvcore could not plan the step"))
+            ),
         )
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:

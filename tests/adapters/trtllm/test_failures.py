@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcore.errors import TransferError
+from kvcore.errors import EngineMustEnd, TransferError
 from kvcore_trtllm.testing import Limits, State
 from support.trtllm_harness import ANSWER, Make, leader, loaded, settle, tokens
 
@@ -250,6 +250,23 @@ def test_an_error_after_the_promise_fails_the_step(
     monkeypatch.setattr(leader(harness), "_load", lambda *_: 1 / 0)
     request = harness.submit(prompt, ANSWER)
     with pytest.raises(TransferError, match=r"did not arrive|could not plan"):
+        harness.run()
+    assert request.generated == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("_load", "lose"), ("_fence", "last_plan")])
+def test_a_promise_that_can_neither_be_kept_nor_failed_ends_the_engine(
+    make: Make, monkeypatch: pytest.MonkeyPatch, first: str, second: str
+) -> None:
+    """TensorRT-LLM would answer with KV that nobody has loaded."""
+    harness = make()
+    prompt = tokens(1, 100)
+    harness.generate([prompt], 1)
+    settle(harness)
+    for name in (first, second):
+        monkeypatch.setattr(leader(harness), name, lambda *_, **__: 1 / 0)
+    request = harness.submit(prompt, ANSWER)
+    with pytest.raises(EngineMustEnd, match="neither keep a promise"):
         harness.run()
     assert request.generated == []
 
