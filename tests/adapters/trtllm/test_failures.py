@@ -259,7 +259,7 @@ def test_a_promise_that_can_neither_be_kept_nor_failed_ends_the_engine(
     make: Make, monkeypatch: pytest.MonkeyPatch, first: str, second: str
 ) -> None:
     """TensorRT-LLM would answer with KV that nobody has loaded."""
-    harness = make()
+    harness = make({"transfer": {"sync_load_max": 0 if second == "lose" else "1GiB"}})
     prompt = tokens(1, 100)
     harness.generate([prompt], 1)
     settle(harness)
