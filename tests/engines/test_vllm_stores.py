@@ -160,5 +160,4 @@ def test_messages_that_are_none_are_refused_by_name() -> None:
         with pytest.raises(FormatError, match="not a step plan of this version"):
             messages.KVCoreMetadata(wrong).plan()
         rebuild, _ = messages.KVCoreWorkerMetadata([StepReport()]).__reduce__()
-        with pytest.raises(FormatError, match="not a step report of this version"):
-            rebuild(wrong)
+        assert "not a step report of this version" in rebuild(wrong).merged().stopped
