@@ -50,8 +50,12 @@ def examine(
 
     ``probe`` writes 32 MiB to the disk tier's folder and reads them back. The folder is made if it
     is missing; nothing else changes. ``contact_s`` is the time in seconds that each server in the
-    settings has to answer. None contacts no server.
+    settings has to answer. None contacts no server. Without a temporary folder nothing else is
+    examined: libraries that engines import end the process then.
     """
+    if (missing := _temporary_folder()) is not None:
+        yield missing
+        return
     gpu = _DRIVER.exists()
     yield from _engines(config, plugins)
     yield from _plugins(config, plugins)
@@ -64,6 +68,20 @@ def examine(
     yield from _settings(config)
     if contact_s is not None:
         yield from contacts(config, plugins, contact_s)
+
+
+def _temporary_folder() -> Finding | None:
+    """Return a problem if no temporary file can be made."""
+    try:
+        with tempfile.TemporaryFile():
+            return None
+    except OSError as error:
+        return Finding(
+            "temporary folder",
+            Level.PROBLEM,
+            f"no temporary file can be made: {error.strerror or error}",
+            "mount a writable /tmp, or name a folder in TMPDIR; engines need one too",
+        )
 
 
 # -- engines and plugins ------------------------------------------------------------------------

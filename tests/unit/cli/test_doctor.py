@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_a_problem_is_found(look: Any, about: str, change: str, settings: dict[s
     found = look(**settings)[about]
     assert found.level is Level.PROBLEM
     assert change in found.change
+
+
+def test_without_a_temporary_folder_that_is_all_it_says(
+    look: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that engines import end the process then, after a table in which all was good."""
+    nowhere = str(tmp_path / "gone")
+    monkeypatch.setattr(tempfile, "tempdir", nowhere)
+    [(about, finding)] = look().items()
+    assert (about, finding.level) == ("temporary folder", Level.PROBLEM)
+    assert "No such file" in finding.found
+    assert "TMPDIR" in finding.change
 
 
 def test_an_engine_that_lacks_an_interface_is_no_engine(look: Any) -> None:
