@@ -21,6 +21,9 @@ _PAUSE_S = 0.2
 
 def main() -> None:
     master, host, nbytes, port = sys.argv[1:]
+    joined = socket.socket()
+    joined.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    joined.bind((host, int(port)))  # before Mooncake's client picks ports of its own
     store = MooncakeStore(MooncakeOptions(master=master, host=host, lend=int(nbytes)), rank=0)
     while True:
         try:
@@ -29,8 +32,8 @@ def main() -> None:
         except TierUnavailable as error:
             print(error, file=sys.stderr, flush=True)
             time.sleep(_PAUSE_S)
-    with socket.create_server((host, int(port))):
-        signal.pause()
+    joined.listen()
+    signal.pause()
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def program(name: str) -> str:
     return found
 
 
-_FIRST_PORT = 10_000
+_FIRST_PORT = 18_000  # below, clients of Mooncake Store pick theirs at random (12300 to 17000)
 _reserved: list[socket.socket] = []
 
 
@@ -129,7 +129,7 @@ def _first_given() -> int:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         first = 32_768
-    return first if first > 2 * _FIRST_PORT else 65_536
+    return first if first > _FIRST_PORT + 10_000 else 65_536
 
 
 Command = Callable[[int], Sequence[str]]
