@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -102,6 +103,27 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     recorded.save()
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.keyword:
         session.exitstatus = pytest.ExitCode.OK
+
+
+STOPS = re.compile(r"stands aside|has stopped after|saves no more|out of step")
+"""What an engine's log says where kvcore has stopped, or a thread of it."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
+    """Show with a failure why kvcore has stopped in an engine that still runs: its log is gone at
+    the next start, and a shared engine fails many tests after the first."""
+    report = yield
+    if report.failed and (module := sys.modules.get("kvcore.harness.engine_process")):
+        for process in list(module.EngineProcess.living):
+            lines: list[str] = []
+            with suppress(OSError):
+                lines = process.log.read_text(errors="replace").splitlines()
+            said = [at for at, line in enumerate(lines) if STOPS.search(line)]
+            if said:
+                told = "\n".join(lines[said[0] : said[0] + 40])
+                report.sections.append((f"kvcore in the engine with process {process.pid}", told))
+    return report
 
 
 @pytest.fixture(autouse=True)

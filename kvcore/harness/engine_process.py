@@ -37,13 +37,14 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from kvcore._util.threads import GuardedThread
 from kvcore.errors import KVCoreError, UnsupportedError
@@ -128,6 +129,9 @@ class EngineProcess:
     engine has been imported. `wait_ready` and the first call block until the engine is ready.
     """
 
+    living: ClassVar[weakref.WeakSet[EngineProcess]] = weakref.WeakSet()
+    """Those of this process that were not closed."""
+
     def __init__(
         self,
         model: str | Path,
@@ -175,6 +179,7 @@ class EngineProcess:
         self._reader = GuardedThread("engine-replies", self._read, self._fail_pending)
         self._reader.start()
         self._ready = self._start(model, kvcore, engine_args)
+        self.living.add(self)
 
     def _start(
         self, model: str | Path, kvcore: Mapping[str, Any] | None, engine_args: Mapping[str, Any]
@@ -411,6 +416,7 @@ class EngineProcess:
         self._let_go()
 
     def _let_go(self) -> None:
+        self.living.discard(self)
         self._socket.close()
         if self._own_log:
             self.log.unlink(missing_ok=True)
