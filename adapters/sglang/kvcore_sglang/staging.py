@@ -23,7 +23,7 @@ from kvcore.config import Config
 from kvcore.connector.fusion_chunks import ChunkPlanner, worth_fetching
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.page_table import Paging
-from kvcore.errors import CapacityError
+from kvcore.errors import KVCoreError
 from kvcore.manager import HOST, Hit, Manager, Readiness
 
 __all__ = ["Staging", "Wait", "Way"]
@@ -178,7 +178,7 @@ class Staging:
                     self._paging.no_units(start, stop),
                     deadline_s=self._deadline_s,
                 )
-            except CapacityError as error:
+            except KVCoreError as error:  # no room, or an earlier load evicted its blocks
                 _log.debug("nothing staged: %s", error)
                 return
             self._send()

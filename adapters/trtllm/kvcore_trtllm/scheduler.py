@@ -31,7 +31,7 @@ from kvcore.connector.guard import Guard
 from kvcore.connector.page_table import PageTables, of_its_group
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import CapacityError
+from kvcore.errors import KVCoreError
 from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
@@ -280,7 +280,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
                 deadline_s=self._deadline_s,
                 lane=self._lane or self._plan.spills.append,
             )
-        except CapacityError as error:
+        except KVCoreError as error:  # no room, or an earlier load evicted its blocks
             _log.debug("nothing staged: %s", error)
             return None
         return graph.graph_id

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvcore.errors import KVCoreError
 from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text
 
 
@@ -217,6 +218,23 @@ def test_best_effort_answers_at_once_and_stages_for_the_next(
     gain = second.lookup("early", tokens)
     assert gain == 496
     assert second.load("early", tokens, 0, gain)
+
+
+def test_blocks_that_are_evicted_before_they_are_staged_cost_a_miss(
+    from_disk: FromDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetching one chunk of a blend may evict the blocks of the next one."""
+    tokens = text(500, 3)
+    rig = from_disk({"prefetch": "wait"}, tokens)
+
+    def gone(*args: Any, **options: Any) -> None:
+        raise KVCoreError("a block is in no tier: match again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.leader.manager, "launch_load", gone)
+        assert rig.lookup("evicted", tokens) == 0
+    assert not rig.leader.disabled
+    assert rig.lookup("again", tokens) == 496
 
 
 def test_a_rotten_block_on_disk_is_computed_again(
