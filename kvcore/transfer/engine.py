@@ -303,17 +303,22 @@ class TransferEngine:
     def wait_idle(self, timeout: float) -> bool:
         """Block until no op in flight touches the device, at most ``timeout`` seconds; True if so.
 
-        Ops that have not started and ops that were issued count too.
+        Ops that have not started and ops that were issued count too. Those of a graph that copies
+        no unit do not: it loads into host memory only, and may wait for a read that hangs.
         """
-        with self._lock:
-            return self._changed.wait_for(
-                lambda: all(run.ended(_on_device) for run in self._runs.values()), timeout
+
+        def idle() -> bool:
+            return all(
+                run.ended(_on_device) or not run.graph.uses_units for run in self._runs.values()
             )
+
+        with self._lock:
+            return self._until(idle, timeout)
 
     def wait_report(self, timeout: float) -> bool:
         """Block until a report can be polled, at most ``timeout`` seconds; True if so."""
         with self._lock:
-            return self._changed.wait_for(lambda: bool(self._reports), timeout)
+            return self._until(lambda: bool(self._reports), timeout)
 
     def wait_graph(self, timeout: float) -> bool:
         """Block until some graph has ended and its last reports can be polled; True if so.
@@ -327,7 +332,7 @@ class TransferEngine:
             return any(report.graph_id not in self._runs for report in self._reports)
 
         with self._lock:
-            return self._changed.wait_for(ended, timeout)
+            return self._until(ended, timeout)
 
     def poll(self) -> list[OpReport]:
         """Take the reports of the ops that ended since the last call. Does not block."""
@@ -402,18 +407,30 @@ class TransferEngine:
     def _wait(
         self, graph_id: int, reached: Callable[[_ActiveGraph], bool], timeout: float | None
     ) -> bool:
-        limit = None if timeout is None else self._clock() + timeout
+        def done() -> bool:
+            run = self._runs.get(graph_id)
+            return run is None or reached(run)
+
         with self._lock:
-            while (run := self._runs.get(graph_id)) is not None and not reached(run):
-                now = self._clock()
-                self._expire(now)
-                if reached(run):
-                    return True
-                if limit is not None and now >= limit:
-                    return False
-                ends = [t for t in (limit, run.deadline) if t is not None and t > now]
-                self._changed.wait(min(ends) - now if ends else None)
-            return True
+            return self._until(done, timeout)
+
+    def _until(self, done: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until ``done()``, and cancel loads at their deadlines meanwhile.
+
+        Returns False after ``timeout`` seconds.
+        """
+        limit = None if timeout is None else self._clock() + timeout
+        while not done():
+            now = self._clock()
+            self._expire(now)
+            if done():
+                return True
+            if limit is not None and now >= limit:
+                return False
+            ends = (limit, *(run.deadline for run in self._runs.values()))
+            left = [end - now for end in ends if end is not None]
+            self._changed.wait(min(left) if left else None)
+        return True
 
     def _next(self) -> int:
         self._order += 1

@@ -158,6 +158,11 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
         """Number of rows."""
         return len(self.keys)
 
+    @property
+    def uses_units(self) -> bool:
+        """True if a unit is copied. A load into host memory alone has unit tables, all ``SKIP``."""
+        return any((table.array() != SKIP).any() for table in self.units)
+
     def parent_of(self, row: int) -> bytes:
         """Return the key of the block before ``row``."""
         return self.keys[row - 1] if row else self.parent

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.engine import OpState, OpTiming, TransferEngine
 from kvcore.transfer.graph import (
+    SKIP,
     OpReport,
     Path,
     Priority,
@@ -285,6 +287,23 @@ def test_a_medium_that_hangs_leaves_the_device_free(rig: EngineRig) -> None:
     assert rig.engine.wait(2, WAIT)
     assert rig.engine.wait_idle(0)
     assert rig.engine.in_flight
+
+
+def test_a_load_into_host_memory_alone_keeps_no_page_from_being_idle(rig: EngineRig) -> None:
+    rig.at[Path.DISK2H].gate.clear()
+    graph = load(1, 0, 2)
+    nowhere = UnitTable.of(np.full((2, 1), SKIP), graph.units[0].unit_tokens)
+    rig.engine.submit(msgspec.structs.replace(graph, units=(nowhere,)))
+    assert rig.engine.wait_idle(0)
+    assert rig.engine.in_flight
+
+
+def test_who_waits_for_pages_sees_loads_end_at_their_deadline(rig: EngineRig) -> None:
+    """Nobody polls meanwhile: an engine that flushes its cache does nothing else."""
+    rig.at[Path.DISK2H].gate.clear()
+    rig.engine.submit(load(1, 0, 2, deadline_s=0.02))
+    assert rig.engine.wait_idle(WAIT)
+    assert rig.engine.in_flight, "the read still runs"
 
 
 def test_who_waits_for_a_whole_graph_is_not_woken_for_a_part(rig: EngineRig) -> None:
