@@ -95,15 +95,20 @@ test-all: MORE = env-vllm-0.31
 test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
 test test-all:
 	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
-	@$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS)
-	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST)
+	@code=0; \
+	$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS) || code=1; \
+	set -x; $(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST) || code=1; \
+	exit $$code
 	$(MISTAKEN)
 
 # Two parts of `make test`, which makes the environments. SGLang's run comes first, because its last
-# test takes longer than the other run's, and test-beside has the idle core meanwhile.
+# test takes longer than the other run's, and test-beside has the idle core meanwhile. What fails in
+# one run does not hide what fails in the other.
 test-engines:
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST)
-	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST)
+	@code=0; set -x; \
+	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST) || code=1; \
+	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST) || code=1; \
+	exit $$code
 
 test-beside:
 	@said=$$(nice -n 19 $(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST) 2>&1); \

@@ -33,6 +33,7 @@ __all__ = [
     "expire",
     "follows",
     "hurry",
+    "running",
     "serve",
     "server_process",
     "settings",
@@ -137,8 +138,13 @@ def wait_until_idle(folder: Path) -> None:
 
     Clients send on sockets of their own, so an engine that has settled may be ahead of the server.
     """
-    config = settings(folder)
-    until(lambda: _is_idle(json.loads(status(config))))
+    until(lambda: _is_idle(running(folder)))
+
+
+def running(folder: Path) -> dict[str, Any]:
+    """Return the status of a server in another process. Raises TierUnavailable if none answers."""
+    found: dict[str, Any] = json.loads(status(settings(folder)))
+    return found
 
 
 def _is_idle(status: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,13 @@ from kvcore.harness.prompts import mixed, windows
 from kvcore.server.messages import LoadRequest
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, load
 from kvcore.testing.waiting import until
-from kvcore_devtools.server_fixture import RunningServer, server_process, settings, wait_until_idle
+from kvcore_devtools.server_fixture import (
+    RunningServer,
+    running,
+    server_process,
+    settings,
+    wait_until_idle,
+)
 
 __all__ = ["LEAD", "Pair", "Texts", "misses", "outlives", "pair", "returns", "shares"]
 
@@ -68,17 +74,26 @@ class Texts:
             assert answer.token_ids == right, (number, answer.kvcore)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
     """Two engines that are clients of the server ``process``, and of its successors in ``folder``.
 
     ``first`` is the reference engine, in this process. ``second`` is the engine under test.
+    ``stack`` ends the servers that `serve` starts.
     """
 
     first: ReferenceEngine
     second: EngineProcess
     process: subprocess.Popen[str]
     folder: Path
+    stack: ExitStack
+
+    def serve(self) -> None:
+        """Start a server in a process if none runs, and wait until both engines have joined."""
+        if self.process.poll() is None:
+            return
+        self.process = self.stack.enter_context(_server(self.folder))
+        until(lambda: _sessions(running(self.folder)) == 2, seconds=LONGEST_S)
 
     def kill(self) -> None:
         """Kill the server with SIGKILL."""
@@ -92,7 +107,7 @@ class Pair:
         tables = {"fusion": {"enabled": True}, "host": {"capacity": "256MiB"}, **tables}
         server = RunningServer(settings(self.folder, **tables))
         try:
-            until(lambda: _sessions(server) == 2, seconds=LONGEST_S)
+            until(lambda: _sessions(server.status()) == 2, seconds=LONGEST_S)
             yield server
         finally:
             server.close()
@@ -116,22 +131,27 @@ def pair(engine: str, model: Path, folder: Path, **kvcore: Any) -> Iterator[Pair
 
     ``kvcore`` are tables of the engine's settings.
     """
-    given = [f"server.folder={folder}", "host.capacity=256MiB", "fusion.enabled=true"]
     shared: dict[str, Any] = {
         "server": {"address": "local", "folder": str(folder), "deadline_s": 20.0},
         "fusion": {"enabled": True},
     }
     args = EngineArgs(num_pages=256, prefix_cache=False)
     with (
-        server_process(*given, "log.level=warning") as process,
+        ExitStack() as stack,
+        _server(folder) as process,
         ReferenceEngine(load(model), args, load_config(None, shared, {})) as first,
         small_engine(model, {**shared, **kvcore}, engine=engine) as second,
     ):
-        yield Pair(first, second, process, folder)
+        yield Pair(first, second, process, folder, stack)
 
 
-def _sessions(server: RunningServer) -> int:
-    return sum(len(model["sessions"]) for model in server.status()["models"])
+def _server(folder: Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    given = [f"server.folder={folder}", "host.capacity=256MiB", "fusion.enabled=true"]
+    return server_process(*given, "log.level=warning")
+
+
+def _sessions(status: dict[str, Any]) -> int:
+    return sum(len(model["sessions"]) for model in status["models"])
 
 
 def shares(pair: Pair, texts: Texts) -> None:

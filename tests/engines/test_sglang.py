@@ -192,16 +192,17 @@ def test_what_two_ranks_wrote_is_read_after_a_restart(
 
 def test_whole_and_partial_hits(served: Served, reference: Ask, model: Path) -> None:
     asked, process = served.documents, served.process
-    cold = answers(process, asked)
+    own = {"cache_salt": "hits"}
+    cold = answers(process, asked, **own)
     assert_same_answers(cold, reference(asked))
     assert sum(answer.reused_tokens for answer in cold) == 0
     settle_and_empty(process)
-    warm = answers(process, asked)
+    warm = answers(process, asked, **own)
     assert_same_answers(warm, reference(asked))
     assert_all_from("host", warm, served.reusable(asked))
     settle_and_empty(process)
     cuts = _branches(model, asked)
-    branched = answers(process, [prompt for prompt, _ in cuts], batch=4)
+    branched = answers(process, [prompt for prompt, _ in cuts], batch=4, **own)
     assert_same_answers(branched, reference([prompt for prompt, _ in cuts]))
     least = max(served.page, BLOCK)
     for answer, (_, cut) in zip(branched, cuts, strict=True):
@@ -220,13 +221,13 @@ def _branches(model: Path, documents: Sequence[list[int]]) -> list[tuple[list[in
 
 def test_the_next_turn_finds_the_answer_too(served: Served, reference: Ask) -> None:
     asked = served.documents[:4]
-    assert_same_answers(answers(served.process, asked), reference(asked))
+    assert_same_answers(answers(served.process, asked, cache_salt="turns"), reference(asked))
     follow = [
         [*document, *answer.token_ids, *range(300, 340)]
         for document, answer in zip(asked, reference(asked), strict=True)
     ]
     settle_and_empty(served.process)
-    turns = answers(served.process, follow)
+    turns = answers(served.process, follow, cache_salt="turns")
     assert_same_answers(turns, reference(follow))
     least = max(served.page, BLOCK)
     assert all(t.reused_tokens > len(d) - least for t, d in zip(turns, asked, strict=True))
@@ -248,13 +249,14 @@ def test_another_tenants_kv_is_not_to_be_had(served: Served, reference: Ask) -> 
 def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Path) -> None:
     """Aborted before, while and after they load and save; then the same asked again."""
     prompts = windows(model, 6, 500, 900, seed=9 + served.page)
+    own = {"cache_salt": "aborted"}
     before = counted(served.process, "kvcore_failures_total")
     for after in (0, 1, 3):
-        futures = [served.process.submit(p, 64, abort_after=after) for p in prompts]
+        futures = [served.process.submit(p, 64, abort_after=after, **own) for p in prompts]
         for future in futures:
             future.result(600)
         settle_and_empty(served.process)
-    assert_same_answers(answers(served.process, prompts, batch=4), reference(prompts))
+    assert_same_answers(answers(served.process, prompts, batch=4, **own), reference(prompts))
     assert counted(served.process, "kvcore_failures_total") == before
 
 
@@ -264,12 +266,13 @@ def test_aborted_requests_harm_nothing(served: Served, reference: Ask, model: Pa
 def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference: Ask) -> None:
     """Every copy into the engine's pages fails for a while, also of prompts in chunks."""
     asked, process = served.documents[:4], served.process
-    assert_same_answers(answers(process, asked), reference(asked))
+    own = {"cache_salt": "failing"}
+    assert_same_answers(answers(process, asked, **own), reference(asked))
     settle_and_empty(process)
     before = counted(process, "kvcore_misses_total", reason="load_failed")
     served.fails.touch()
     try:
-        got = answers(process, asked, batch=3)
+        got = answers(process, asked, batch=3, **own)
     finally:
         served.fails.unlink()
     assert_same_answers(got, reference(asked))
@@ -277,7 +280,7 @@ def test_a_load_that_fails_is_computed_and_not_aborted(served: Served, reference
     failed = counted(process, "kvcore_misses_total", reason="load_failed") - before
     assert failed >= len(asked)
     settle_and_empty(process)
-    healed = answers(process, asked)
+    healed = answers(process, asked, **own)
     assert_same_answers(healed, reference(asked))
     assert_all_from("host", healed, served.reusable(asked))
 

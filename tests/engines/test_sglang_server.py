@@ -179,6 +179,7 @@ def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pai
 def test_each_loads_what_the_other_computed_and_a_killed_server_changes_no_answer(
     pair: Pair, texts: Texts, folder: Path, plain: Any
 ) -> None:
+    pair.serve()
     prompts = windows(folder, 8, 150, 500, seed=21)
     right, first, second = plain(prompts), prompts[:4], prompts[4:]
     assert pair.learn(first) == [(answer, 0) for answer in right[:4]]

@@ -136,6 +136,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
     pair: Pair, texts: Texts
 ) -> None:
+    pair.serve()
     shared_server_checks.shares(pair, texts)
     shared_server_checks.outlives(pair, texts)
 
