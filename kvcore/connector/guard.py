@@ -92,10 +92,11 @@ class Neutral(NamedTuple):
 def covered(neutral: Mapping[str, Neutral]) -> Callable[[_C], _C]:
     """Decorate the class that an engine calls: no public method raises, but for `EngineMustEnd`.
 
-    ``neutral`` says what each returns after an error. TypeError is raised, when the class is made,
-    for a public method without one: a new method cannot be forgotten. On an error the instance's
-    ``_failed(name, error, args)`` is called, which stops kvcore and may return a substitute of its
-    own; None means ``neutral``. ``args`` are the call's own. A class method only logs.
+    ``neutral`` says what each method and property returns after an error. TypeError is raised, when
+    the class is made, for a public one that is missing: a new method cannot be forgotten. On an
+    error the instance's ``_failed(name, error, args)`` is called, which stops kvcore and may return
+    a substitute of its own; None means ``neutral``. ``args`` are the call's own, in the order of
+    the method's parameters. A class method only logs.
     """
 
     def decorate(cls: _C) -> _C:
@@ -111,19 +112,21 @@ def covered(neutral: Mapping[str, Neutral]) -> Callable[[_C], _C]:
 
 def covers(cls: type, name: str) -> bool:
     """Return True if a method that a class has by this name cannot raise, or is not kvcore's."""
-    part = inspect.getattr_static(cls, name)
-    method = getattr(part, "__func__", part)
+    part: Any = inspect.getattr_static(cls, name)
+    method: Any = part.fget if isinstance(part, property) else getattr(part, "__func__", part)
     own = str(getattr(inspect.unwrap(method), "__module__", "")).startswith("kvcore")
     return not own or hasattr(method, _COVERED)
 
 
 def _is_method(name: str, part: object) -> bool:
     return not name.startswith("_") and (
-        inspect.isfunction(part) or isinstance(part, (classmethod, staticmethod))
+        inspect.isfunction(part) or isinstance(part, (classmethod, staticmethod, property))
     )
 
 
 def _covered(name: str, part: Any, neutral: Neutral) -> Any:
+    if isinstance(part, property):
+        return property(_covered(name, part.fget, neutral))
     method = part.__func__ if isinstance(part, classmethod) else part
     passes: tuple[type[Exception], ...] = (EngineMustEnd, *neutral.passes)
 
@@ -138,8 +141,19 @@ def _covered(name: str, part: Any, neutral: Neutral) -> Any:
         if isinstance(owner, type):
             _log.error("an error in %s", name, exc_info=failed)
             return neutral.make()
-        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed, args), None)
+        given = _in_order(method, owner, args, kwargs)
+        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed, given), None)
         return neutral.make() if found is None else found
 
     setattr(call, _COVERED, True)
     return classmethod(call) if isinstance(part, classmethod) else call
+
+
+def _in_order(
+    method: Callable[..., Any], owner: Any, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return a call's arguments in the order of the method's parameters."""
+    try:
+        return inspect.signature(method).bind(owner, *args, **named).args[1:]
+    except TypeError:  # the call itself is wrong
+        return args

@@ -19,6 +19,7 @@ from kvcore.connector.build import (
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.connector.fusion_worker import FusionWorker
+from kvcore.connector.guard import attempt
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
@@ -44,12 +45,12 @@ class Parts:
     follower: Follower | None
 
     def close(self) -> None:
-        """Finish the saves in flight and release all resources. Blocks."""
-        self.worker.close()
+        """Finish the saves in flight and release all resources. Blocks. Does not raise."""
+        attempt("the close of the worker", self.worker.close, None)
         if self.follower is not None:
-            self.follower.close()
+            attempt("the close of the link", self.follower.close, None)
         if self.leader is not None:
-            self.leader.close()
+            attempt("the close of the leader", self.leader.close, None)
 
 
 @dataclass

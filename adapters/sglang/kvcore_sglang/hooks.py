@@ -15,17 +15,22 @@
 Every hook wraps the original, and calls straight through unless the cache's linker is kvcore's. A
 hook is not registered if its target has another signature than the one known here. kvcore's linker
 then turns itself off, or does without what the hook is for.
+
+No error of a hook reaches SGLang (`guarded`): the original is called all the same, its result
+stands, and kvcore stops.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pkgutil
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from kvcore.errors import UnsupportedError
+from kvcore.connector.guard import attempt
+from kvcore.errors import EngineMustEnd, UnsupportedError
 from kvcore.log import get_logger
 from kvcore.telemetry.rates import ForwardPart
 
@@ -40,6 +45,56 @@ _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+
+
+linkers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The linkers of this process. An error of a hook stops them."""
+
+
+class _Called:
+    """The original of one call of a hook. It remembers what came of it."""
+
+    def __init__(self, original: Original) -> None:
+        self._original = original
+        self.done = False
+        self.result: Any = None
+        self.raised: BaseException | None = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.done = True
+        try:
+            self.result = self._original(*args, **options)
+        except BaseException as error:
+            self.raised = error
+            raise
+        return self.result
+
+
+def guarded(around: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that does what ``around`` does, and raises only what the original raises.
+
+    On an error of kvcore, kvcore stops. If the original was not called yet, it is called as without
+    kvcore. If it was, its result is returned. An `EngineMustEnd` passes.
+    """
+
+    @functools.wraps(around)
+    def hook(original: Original, *args: Any, **options: Any) -> Any:
+        called = _Called(original)
+        try:
+            return around(called, *args, **options)
+        except EngineMustEnd:
+            raise
+        except Exception as error:
+            if error is called.raised:
+                raise
+            failed = error
+        for linker in list(linkers):
+            linker.stop(f"an error in {around.__name__}", failed)
+        if called.raised is not None:
+            raise called.raised
+        return called.result if called.done else original(*args, **options)
+
+    return hook
 
 
 class Hook(NamedTuple):
@@ -70,8 +125,11 @@ def around_match(original: Original, wrapper: Any, key: Any, req: Any, result: A
     if undetermined(req, linker.vocabulary):
         req.skip_radix_cache_insert = True
         return result
-    with linker.asking(key, result.device_prefix_len, req):
+    linker.ask(key, result.device_prefix_len, req)
+    try:
         return original(wrapper, key, req, result)
+    finally:
+        linker.asked()
 
 
 def undetermined(req: Any, vocabulary: int) -> bool:
@@ -100,10 +158,17 @@ def around_insert(original: Original, cache: Any, params: Any) -> Any:
     if not offered:
         linker.abandon_insert()
         return result
-    root = cache.root_node_handle(params.key.extra_key)
-    slots = cache.tree_core.collect_full_device_indices(offered[-1].publish_node_ids[-1], root)
-    linker.end_insert(params.key, slots if len(slots) <= len(params.key) else None)
+    # The ranks meet in end_insert, so it is called whatever the slots are.
+    slots = attempt("the slots of an insert", lambda: _slots(cache, params.key, offered[-1]), None)
+    linker.end_insert(params.key, slots)
     return result
+
+
+def _slots(cache: Any, key: Any, last: Any) -> Any:
+    """Return the slots of an insert up to the last node that was offered; None if unknown."""
+    root = cache.root_node_handle(key.extra_key)
+    slots = cache.tree_core.collect_full_device_indices(last.publish_node_ids[-1], root)
+    return slots if len(slots) <= len(key) else None
 
 
 def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
@@ -176,9 +241,9 @@ def around_finish_loads(original: Original, cache: Any, reqs: list[Any]) -> Any:
         _take_out_landed(cache.linker, reqs)
     failed = original(cache, reqs)
     if failed and linker is not None:
-        linker.refuse([req.rid for req in failed])
         for req in failed:
             setattr(req, AGAIN, hasattr(req, SOURCE))
+        linker.refuse([req.rid for req in failed])
     return failed
 
 
@@ -204,30 +269,39 @@ def around_stream_output(
     if linker is not None:
         _report_ends(linker, (req for req in reqs if req not in again))
     for req in again:
-        _compute_again(req)
+        if not _tries_again(req):
+            original(streamer, [req], *args, **options)  # answered as a failed load without kvcore
     return result
 
 
 def around_send_abort_output(original: Original, scheduler: Any, abort_req: Any, req: Any) -> Any:
     """Compute a marked request again instead of aborting it; report the end of any other."""
-    if getattr(req, AGAIN, False):
-        _compute_again(req)
+    if getattr(req, AGAIN, False) and _tries_again(req):
         return None
     if (linker := kvcore_linker(scheduler.tree_cache)) is not None:
         linker.ended(req.rid, "abort", trace_headers(req))
     return original(scheduler, abort_req, req)
 
 
-def _compute_again(req: Any) -> None:
-    """Give the scheduler the request's message again. The request has ended without an answer."""
-    scheduler, source = getattr(req, SOURCE)
+def _tries_again(req: Any) -> bool:
+    """Compute a request again that has ended without an answer; return False if that fails.
+
+    Somebody must answer it then: it has no successor.
+    """
+    return attempt("a request's second try", lambda: _compute_again(req), otherwise=False)
+
+
+def _compute_again(req: Any) -> bool:
+    """Give the scheduler the request's message again. Returns True."""
     setattr(req, AGAIN, False)
-    setattr(req, ENDED, True)  # the end that counts is that of the request that replaces it
-    req.finished_output = True  # with overlap it is streamed once more, and must be skipped
+    scheduler, source = getattr(req, SOURCE)
     living = scheduler()
     if living is not None:
         _log.warning("computed_again", request=req.rid, reason="its KV could not be loaded")
         living.handle_generate_request(source)
+    setattr(req, ENDED, True)  # the end that counts is that of the request that replaces it
+    req.finished_output = True  # with overlap it is streamed once more, and must be skipped
+    return True
 
 
 # --- a request ends ------------------------------------------------------------------------------
@@ -327,7 +401,7 @@ def around_update(original: Original, updater: Any, recv_req: Any) -> Any:
         return original(updater, recv_req)
     finally:
         for storage in list(storages):
-            storage.weights_changed()
+            storage.weights_changed()  # does not raise
 
 
 HOOKS = (
@@ -401,7 +475,7 @@ def register_all() -> None:
             _log.warning("hook_not_registered", target=hook.target, reason=problem)
             continue
         _originals[hook.target] = pkgutil.resolve_name(hook.target)
-        HookRegistry.register(hook.target, hook.around, HookType.AROUND)
+        HookRegistry.register(hook.target, guarded(hook.around), HookType.AROUND)
 
 
 def _misfit(hook: Hook) -> str:

@@ -447,6 +447,8 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self.metrics.absorb(counted)
         for ranks in self._links.take_reports():
             self.metrics.absorb(ranks.counted)
+            if ranks.stopped:
+                self.disable(f"a rank does no more work: {ranks.stopped}")
             for report in ranks.reports:
                 self._outbox.deliver(report)
 
@@ -464,8 +466,13 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     def _show(self) -> None:
         """Update the gauges, and publish the counters to the engine."""
         self._show_tiers()
-        if self._publish is not None:
+        if self._publish is None:
+            return
+        try:
             self._publish(self.metrics.delta())
+        except Exception:  # noqa: BLE001 - it costs the engine's metrics only
+            self._publish = None
+            _log.exception("the engine's metrics can no longer be told what kvcore counts")
 
     def _complete(self, report: OpReport) -> bool:
         released = super()._complete(report)

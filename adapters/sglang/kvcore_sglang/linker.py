@@ -12,10 +12,9 @@ nothing, and logs one warning that says why.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +22,8 @@ import torch
 
 from kvcore import log
 from kvcore.config import Config, load_config
-from kvcore.connector.guard import Guard
-from kvcore.errors import ConfigError, KVCoreError, RankLostError
+from kvcore.connector.guard import Guard, Neutral, attempt, covered
+from kvcore.errors import ConfigError, EngineMustEnd, KVCoreError, PagesInUse, RankLostError
 from kvcore.model.keys import Namespace
 from kvcore.telemetry.metrics import Data, PrometheusSink
 from kvcore.transfer.graph import TransferGraph
@@ -34,7 +33,7 @@ from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
 from kvcore_sglang.fusion import SglangLayers, ropes_of
 from kvcore_sglang.fusion_scheduler import Asking, asking_of
-from kvcore_sglang.gate import LayerGate
+from kvcore_sglang.gate import FAILED_BATCH, LayerGate
 from kvcore_sglang.identity import find_model
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
@@ -44,6 +43,10 @@ from kvcore_sglang.ranks import gather_words
 _log = logging.getLogger("kvcore.sglang")
 _T = TypeVar("_T")
 
+_MEETS = frozenset({"holds", "load", "end_insert", "reset"})
+"""What the ranks do together: one that stops in it may leave the others waiting."""
+_COPIES = frozenset({"load", "start_layer_wise_loading", "finish_layer_wise_loading", "reset"})
+"""What starts copies into the engine's pages, or waits for them."""
 LAND_S = 30.0
 """Longest wait of a cache flush for copies from and to the engine's pages, in seconds."""
 
@@ -66,12 +69,51 @@ def _problem(error: Exception) -> str:
 
 _LinkerBase: Any = linker_base()
 
+_NOTHING = Neutral(lambda: None)
+_NO = Neutral(lambda: False)
 
+
+@covered(
+    {
+        "leader": _NOTHING,
+        "ask": _NOTHING,
+        "asked": _NOTHING,
+        "lookup": Neutral(list),
+        "stages": _NO,
+        "holds": _NO,
+        "load": _NO,
+        "blends": _NO,
+        "place": _NOTHING,
+        "start_layer_wise_loading": Neutral(lambda: FAILED_BATCH),
+        "finish_layer_wise_loading": _NO,
+        "cancel_queued_load": Neutral(lambda: True),
+        "refuse": _NOTHING,
+        "ended": _NOTHING,
+        "wants_inserts": _NO,
+        "vocabulary": Neutral(lambda: 0),
+        "begin_insert": _NOTHING,
+        "abandon_insert": _NOTHING,
+        "end_insert": _NOTHING,
+        "offload": _NO,
+        "num_completed_offloads": Neutral(lambda: 0),
+        "pop_completed_offload": _NO,
+        "state": _NOTHING,
+        "stop": _NOTHING,
+        "weights_changed": _NOTHING,
+        "reset": _NOTHING,
+        "close": _NOTHING,
+    }
+)
 class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
     """The linker on one rank. Rank 0's has the leader. Called from the scheduler's thread only.
 
     SGLang documents when it calls the methods of `UnifiedCacheLinker`; `kvcore_sglang.hooks` calls
     the others. Every rank makes the same calls in the same order.
+
+    No error of kvcore reaches SGLang, but for an `EngineMustEnd`: a rank that is out of step with
+    the others, or copies of which nobody knows whether they touch pages of other requests. After an
+    error kvcore loads, saves and finds nothing until the engine restarts. What SGLang was promised
+    fails, and SGLang computes it.
     """
 
     def __init__(
@@ -116,6 +158,9 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         self._queued: dict[str, Order] = {}
         self._inserting: list[Offer] | None = None
         self._offered = 0
+        self._spoilt = False
+        """True if what was planned for the next batch must fail."""
+        hooks.linkers.add(self)
 
     def _build(self, server_args: Any, params: Any, components: set[Any]) -> Parts | None:
         """Build leader and worker of this rank; return None on all ranks if one cannot serve.
@@ -195,16 +240,15 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
 
     # -- the request of a lookup ------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
-        """Keep the key and the request of a match in this block: `lookup` gets only page hashes."""
+    def ask(self, key: Any, device_tokens: int, req: Any) -> None:
+        """Keep the key and the request of the match that begins: `lookup` gets only page hashes."""
         self._asking = key, device_tokens, req
         if self.leader is not None:
             self.leader.ask_anew(req.rid)
-        try:
-            yield
-        finally:
-            self._asking = None
+
+    def asked(self) -> None:
+        """Forget them, because the match has ended."""
+        self._asking = None
 
     def _tokens(self, key: Any) -> Tokens | None:
         """Return a key's token ids, or None if they do not determine its KV (with images, say)."""
@@ -239,8 +283,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             return []
         if self._parts.leader is None:
             return list(range(1, pages + 1))
-        nothing: list[int] = []
-        return self._guarded(nothing, lambda leader: self._lookup(leader, rid))
+        return self._lookup(self._parts.leader, rid)
 
     def _lookup(self, leader: Leader, rid: str) -> list[int]:
         if self._asking is None:
@@ -327,22 +370,34 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
     def start_layer_wise_loading(self) -> int:
         """Start the planned loads of the next batch; return its index, or -1 if it has none."""
         orders, self._queued = list(self._queued.values()), {}
-        if self.leader is not None:
-            self.leader.begin_batch()
-        return self.layer_done_counter.start(
+        spoilt, self._spoilt = self._spoilt, False
+        index = self.layer_done_counter.start(
             [graph for order in orders for graph in order.graphs],
             [blend for order in orders for blend in order.blends],
         )
+        if spoilt:
+            self.layer_done_counter.spoil(index)
+        if self.leader is not None:
+            self._guarded(None, Leader.begin_batch)
+        self._hear_gate()
+        return index
+
+    def _hear_gate(self) -> None:
+        """Stop the leader if this rank's worker does no more work."""
+        if self.leader is not None and (why := self.layer_done_counter.stopped):
+            self.leader.disable(why)
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Block until a batch's loads have ended; return True if all of its KV is right."""
-        return self.layer_done_counter.finish(counter_index)
+        landed = self.layer_done_counter.finish(counter_index)
+        self._hear_gate()
+        return landed
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Drop the planned load of a request; return True if there was one."""
         order = self._queued.pop(rid, None)
         if order is not None and self.leader is not None:
-            self.leader.drop(rid, order)
+            self._guarded(None, lambda leader: leader.drop(rid, order))
         return order is not None
 
     def refuse(self, rids: Sequence[str]) -> None:
@@ -351,12 +406,12 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         The engine computes the requests. They are not looked up again.
         """
         if self.leader is not None:
-            self.leader.refuse(rids)
+            self._guarded(None, lambda leader: leader.refuse(rids))
 
     def ended(self, rid: str, outcome: str, headers: Mapping[str, str]) -> None:
         """Record that the engine is done with a request. See `Leader.ended`."""
         if self.leader is not None:
-            self._guarded(None, lambda leader: leader.ended(rid, outcome, headers))
+            self.leader.ended(rid, outcome, headers)
 
     # -- offload ----------------------------------------------------------------------------
 
@@ -410,15 +465,25 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         if self._parts is None or self._inserting is None:
             return False
         self._offered += 1
-        if self.leader is not None:
-            self._inserting.append(self.leader.offer())
+        if self.leader is not None and (offer := self._guarded(None, Leader.offer)) is not None:
+            self._inserting.append(offer)
         return True
 
     def num_completed_offloads(self) -> int:
-        """Return how many of the oldest accepted nodes are no longer read."""
-        if self.leader is None:
+        """Return how many of the oldest accepted nodes are no longer read.
+
+        Once kvcore has stopped, all of them as soon as no copy is in flight: no save follows.
+        """
+        leader = self.leader
+        if leader is None or self._parts is None:
             return self._offered
-        return self._guarded(0, Leader.done_offers)
+        done = 0
+        if not leader.disabled:
+            done = self._guarded(0, Leader.done_offers)
+        if leader.disabled:
+            self._guarded(0, Leader.done_offers)  # reports of copies are still taken in
+            done = self._offered if self._parts.worker.quiesce(0.0) else 0
+        return min(done, self._offered)
 
     def pop_completed_offload(self) -> bool:
         """Take the oldest accepted node. Returns False, so that the tree offers the node again.
@@ -427,7 +492,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         """
         self._offered -= 1
         if self.leader is not None:
-            self.leader.take_offer()
+            self._guarded(None, Leader.take_offer)
         return False
 
     # -- ranks ------------------------------------------------------------------------------
@@ -435,31 +500,82 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
     def _decide(self, decide: Callable[[Leader], Order]) -> Order:
         """Return the leader's order for this point of the schedule, on every rank.
 
-        Blocks on the other ranks, and raises there as `Follower.next_order` does.
+        The leader sends one whatever fails, because the other ranks wait for it. Blocks on these,
+        and raises there as `Follower.next_order` does.
         """
         assert self._parts is not None
         if self._parts.follower is not None:
             return self._parts.follower.next_order()
-        order = self._guarded(Order(), decide)
-        self._parts.links.send(order)
-        return order
+        order, links = self._guarded(Order(), decide), self._parts.links
+
+        def send() -> Order:
+            links.send(order)
+            return order
+
+        def send_nothing() -> Order:
+            links.send(nothing)
+            return nothing
+
+        nothing = Order()
+        sent = Guard(self._stop_leader).run("the order to the ranks", send, None, send_nothing)
+        if sent is None:
+            raise RankLostError("the leading rank can send no orders to the others")
+        return sent
 
     def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:
-        """Call ``decide`` without raising: the other ranks would wait for this one.
+        """Call ``decide`` without raising, where more is to be done after it.
 
         On an error logs it, stops kvcore until the engine restarts, and returns ``neutral``.
         """
         leader = self.leader
         assert leader is not None
-        return Guard(leader.disable).run("the leader", lambda: decide(leader), neutral)
+        return Guard(self._stop_leader).run("the leader", lambda: decide(leader), neutral)
+
+    def _stop_leader(self, why: str, error: BaseException | None = None) -> None:
+        if self.leader is not None:
+            self.leader.disable(why, error)
+
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Stop kvcore after an error in one of SGLang's calls; return None.
+
+        Raises PagesInUse if copies may still touch the engine's pages, and RankLostError if other
+        ranks may wait for what the call did not do.
+        """
+        why = f"an error in {name}"
+        self.stop(why, error)
+        if name in _MEETS and self._parts is not None and self._parts.served.rank.ranks > 1:
+            raise RankLostError(f"this rank may be out of step with the others: {why}") from error
+        if name in _COPIES and self.layer_done_counter is not None:
+            try:
+                self.layer_done_counter.halt(why, error)
+            except EngineMustEnd:
+                raise
+            except Exception as second:
+                raise PagesInUse(
+                    f"it is not known whether copies have ended after {why}"
+                ) from second
+        return None
+
+    def stop(self, why: str, error: BaseException | None = None) -> None:
+        """Find, load and save nothing until the engine restarts. What was planned fails.
+
+        ``error`` is logged with its trace. Does not block.
+        """
+        self._spoilt = bool(self._queued)
+        offers, self._inserting = self._inserting or [], None
+        for offer in offers:
+            offer.open = False
+        if self.leader is not None:
+            self.leader.disable(why, error)
+        else:
+            _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
 
     # -- lifecycle --------------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any] | None:
         """The state of kvcore as plain data; None on ranks that do not lead."""
-        leader = self.leader
-        return None if leader is None else leader.state
+        return None if self.leader is None else self.leader.state
 
     def weights_changed(self) -> None:
         """Stop finding the KV kept so far: weights are about to change in place.
@@ -468,7 +584,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         """
         self._changed = True
         if self.leader is not None:
-            self._guarded(None, lambda leader: leader.renew())
+            self.leader.renew()
 
     def reset(self) -> None:
         """Drop every request, because the engine's cache is flushed.
@@ -478,34 +594,35 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         what is kept is not found any more. Blocks up to `LAND_S` for copies of the engine's pages,
         which belong to others afterwards.
         """
-        self.layer_done_counter.reset()
+        parts = self._parts
+        attempt("the end of batches", self.layer_done_counter.reset, None)
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
-        self._offered = 0
-        if self._parts is None:
+        self._offered, self._spoilt = 0, False
+        if parts is None:
             return
-        landed = self._parts.worker.quiesce(LAND_S)
-        problems = [
-            word
-            for word in gather_words(
-                self._parts.served.rank,
-                "" if landed else "copies of pages did not end when the cache was flushed",
-            )
-            if word
-        ]
+        landed = attempt(
+            "the wait for copies", lambda: parts.worker.quiesce(LAND_S), otherwise=False
+        )
+        word = "" if landed else "copies of pages did not end when the cache was flushed"
+        problems = [found for found in gather_words(parts.served.rank, word) if found]
         if self.leader is None:
             return
         if problems:
             self.leader.disable(problems[0])
-        self.leader.forget_requests()
+        self._guarded(None, self._forget)
+        self._changed = False
+
+    def _forget(self, leader: Leader) -> None:
+        """Forget requests, and the KV that must not be found any more."""
+        leader.forget_requests()
         if not self._config.sglang.keep_on_flush:
-            self.leader.clear()
+            leader.clear()
         elif self._changed or (
             not hooks.fit(hooks.WEIGHT_HOOKS) and self._config.namespace.weights_change != "never"
         ):
             # What was computed since the change may mix both weights, so the mark is drawn anew.
-            self.leader.renew()
-        self._changed = False
+            leader.renew()
 
     def close(self) -> None:
         """Finish the saves in flight and flush the tiers, so that no save is lost. Blocks."""

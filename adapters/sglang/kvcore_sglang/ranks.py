@@ -30,7 +30,7 @@ import torch.distributed
 
 from kvcore._util.threads import GuardedThread
 from kvcore.connector.messages import StepReport
-from kvcore.errors import TransferError
+from kvcore.errors import RankLostError, TransferError
 from kvcore.telemetry.metrics import Metrics
 from kvcore_sglang.describe import Rank
 from kvcore_sglang.messages import ORDERS, REPORTS, Order
@@ -221,17 +221,18 @@ class Follower:
     def next_order(self) -> Order:
         """Return the leader's order for this point of the schedule. Blocks until it arrives.
 
-        Raises TransferError if no order will arrive any more: one could not be read or carried out,
-        the leader has closed the link, or it was silent for `ORDER_TIMEOUT_S`.
+        Raises RankLostError if no order will arrive any more: one could not be read or carried out,
+        the leader has closed the link, or it was silent for `ORDER_TIMEOUT_S`. Nobody knows then
+        which requests the leader loads for.
         """
         for _ in range(ORDER_TIMEOUT_S):
             with contextlib.suppress(queue.Empty):
                 found = self._orders.get(timeout=1.0)
                 if isinstance(found, TransferError):
                     self._orders.put(found)  # for every later point too
-                    raise found
+                    raise RankLostError(str(found)) from found
                 return found
-        raise TransferError(
+        raise RankLostError(
             f"no order from the leading rank for {ORDER_TIMEOUT_S} s: look at its log"
         )
 
@@ -247,11 +248,14 @@ class Follower:
             self._orders.put(order)
 
     def _report(self) -> None:
+        told = ""
         while not self._link.closed.is_set():
             self._worker.wait_report(REPORT_WAIT_S)
-            reports = self._worker.poll()
-            if reports:
-                self._link.send(REPORTS.encode(StepReport(reports, self._metrics.delta())))
+            reports, stopped = self._worker.poll(), self._worker.guard.stopped
+            if reports or stopped != told:
+                report = StepReport(reports, self._metrics.delta(), stopped=stopped)
+                self._link.send(REPORTS.encode(report))
+                told = stopped
             else:
                 self._link.closed.wait(REPORT_WAIT_S / 10)
 

@@ -29,7 +29,8 @@ import torch
 
 from kvcore import log
 from kvcore.config import Config, load_config
-from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.connector.guard import Neutral, covered
+from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
 from kvcore.runtime.page_store import PageStore, open_pages
@@ -121,13 +122,37 @@ class HostPages:
 
 _StorageBase: Any = storage_base()
 
+_NOTHING, _NO = Neutral(lambda: None), Neutral(lambda: False)
+_AT_START = Neutral(lambda: None, (KVCoreError, OSError))
+_BATCHES = {"batch_get_v1": False, "batch_set_v1": False, "batch_get": None}
+"""What each page of a batch is answered with after an error."""
 
+
+@covered(
+    {
+        "register_mem_pool_host": _AT_START,
+        "register_mem_host_pool_v2": _AT_START,
+        "weights_changed": _NOTHING,
+        "clear": Neutral(lambda: None, (UnsupportedError,)),
+        "close": _NOTHING,
+        "store": Neutral(lambda: None, (UnsupportedError,)),
+        "batch_exists": Neutral(lambda: 0),
+        "batch_get_v1": Neutral(list),
+        "batch_set_v1": Neutral(list),
+        "exists": _NO,
+        "batch_get": Neutral(list),
+        "batch_set": _NO,
+        "get": _NOTHING,
+        "set": _NO,
+    }
+)
 class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, unknown to mypy
     """HiCache's storage on one rank. HiCache calls it from its own threads, several at once.
 
     The tier must be usable when the engine starts: `register_mem_pool_host` raises an error if the
     settings, the pool or the folder are wrong. Later failures of the medium raise nothing: pages
-    are then not found, and not stored.
+    are then not found, and not stored. After an error of kvcore none is found or stored until the
+    engine restarts.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -146,6 +171,23 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         self._pages: HostPages | None = None
         self._store: PageStore | None = None
         self._may_clear = False
+        self._stopped = False
+
+    def _failed(self, name: str, error: Exception, args: tuple[Any, ...]) -> Any:
+        """Find and store nothing from now on; return what each page of a batch is answered with.
+
+        A call that kvcore cannot serve stops nothing.
+        """
+        if isinstance(error, UnsupportedError):
+            _log.debug("%s is answered with nothing: %s", name, error)
+        elif not self._stopped:
+            self._stopped = True
+            _log.error(
+                "an error in %s: kvcore's storage stands aside until the engine restarts",
+                name,
+                exc_info=error,
+            )
+        return [_BATCHES[name]] * len(args[0]) if name in _BATCHES else None
 
     # -- HiCache attaches and detaches --------------------------------------------------------
 
@@ -214,6 +256,8 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         """
         if self._store is None:
             raise UnsupportedError("the storage has no host pool yet, or is closed")
+        if self._stopped:
+            raise UnsupportedError("the storage has stopped after an error: look at the log")
         return self._store
 
     # -- pages of the host pool ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -34,6 +35,7 @@ class Leader:
         self.resumed = resumed
         self.refused: list[str] = []
         self.told: list[str] = []
+        self.disabled = ""
 
     def is_resumed(self, rid: str) -> bool:
         return self.resumed
@@ -49,7 +51,8 @@ class Leader:
     def drop(self, rid: str, order: Order) -> None:
         self.told.append(f"drop {rid}")
 
-    def disable(self, why: str) -> None:
+    def disable(self, why: str, error: BaseException | None = None) -> None:
+        self.disabled = why
         self.told.append("stand aside")
 
     def forget_requests(self) -> None:
@@ -112,7 +115,7 @@ def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker = linker_class.__new__(linker_class)
-    linker._queued = {}
+    linker._queued, linker._offered, linker._inserting, linker._spoilt = {}, 0, None, False
     stand_in: Any = worker
     linker.layer_done_counter = LayerGate(stand_in, layers=1, layerwise=True)
     linker._parts = SimpleNamespace(
@@ -171,7 +174,7 @@ def test_a_flush_waits_for_pages_and_for_no_medium(
     linker = made(linker_class, leader, worker)
     linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
     linker._changed = False
-    monkeypatch.setattr(linker_class.reset.__globals__["hooks"], "fit", lambda hooks: True)
+    monkeypatch.setattr(inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: True)
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
     linker._queued = {"r": Order()}
     linker.reset()
@@ -191,7 +194,7 @@ def test_kv_from_before_a_change_of_weights_is_not_found_after_a_flush(
     linker._config = Config()
     linker._changed = False
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
-    monkeypatch.setattr(linker_class.reset.__globals__["hooks"], "fit", lambda hooks: hooked)
+    monkeypatch.setattr(inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: hooked)
     linker.weights_changed()
     linker.reset()
     assert leader.told == ["renew", "forget requests", "renew"]

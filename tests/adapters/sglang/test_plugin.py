@@ -66,10 +66,10 @@ class Linker:
         self.calls: list[Any] = []
         self.state = {"in_flight": 0}
 
-    @contextlib.contextmanager
-    def asking(self, key: Any, device_tokens: int, req: Any) -> Iterator[None]:
-        self.calls.append(("asking", key, device_tokens, req))
-        yield
+    def ask(self, key: Any, device_tokens: int, req: Any) -> None:
+        self.calls.append(("ask", key, device_tokens, req))
+
+    def asked(self) -> None:
         self.calls.append("asked")
 
     def begin_insert(self) -> None:
@@ -118,7 +118,7 @@ def test_a_match_tells_the_linker_whose_tokens_are_looked_up() -> None:
 
     req = SimpleNamespace()
     assert hooks.around_match(match, wrapper, "key", req, result) == "matched"
-    assert linker.calls == [("asking", "key", 32, req), "lookup", "asked"]
+    assert linker.calls == [("ask", "key", 32, req), "lookup", "asked"]
 
 
 PICTURE = SimpleNamespace(mm_items=[object()])

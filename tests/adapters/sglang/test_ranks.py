@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,6 +32,7 @@ class Worker:
         self.reports: list[OpReport] = []
         self.carried = threading.Event()
         self.held: threading.Event | None = None
+        self.guard = SimpleNamespace(stopped="")
 
     def carry_out(self, order: Order) -> None:
         self.orders.append(order)
