@@ -13,15 +13,13 @@ the metrics. Prints what was raised, and the answers.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -35,6 +33,7 @@ from kvcore.harness.compare import SMALL
 from kvcore.harness.prompts import windows
 from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics, PrometheusSink
+from kvcore_devtools.planted import Part, methods
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.messages import KVCoreMetadata
 from kvcore_vllm.scheduler import SchedulerSide
@@ -61,63 +60,6 @@ RECOVERY = {
     ],
 }
 """What kvcore calls after an error in a method, by that method."""
-
-
-class Part(NamedTuple):
-    """A method that raises: instead of its work or ``after`` it, once or whenever it is called."""
-
-    owner: type
-    name: str
-    after: bool = False
-    always: bool = False
-
-    def __str__(self) -> str:
-        when = " after" * self.after + " always" * self.always
-        return f"{self.owner.__name__}.{self.name}{when}"
-
-    @contextlib.contextmanager
-    def planted(self, *, harmless: bool = False) -> Iterator[list[bool]]:
-        """Plant the error, unless ``harmless``. The list is empty until the method was called."""
-        found, raised = inspect.getattr_static(self.owner, self.name), list[bool]()
-        inner = getattr(found, "__func__", found)
-        covered = hasattr(inner, "__kvcore_covered__")
-        boundary = inner.__wrapped__ if covered else None
-        method = boundary or inner
-
-        @functools.wraps(method)
-        def fails(*args: Any, **kwargs: Any) -> Any:
-            if harmless or (raised and not self.always):
-                raised.append(True)
-                return method(*args, **kwargs)
-            if self.after:
-                method(*args, **kwargs)
-            raised.append(True)
-            raise RuntimeError(f"planted in {self}")
-
-        if boundary is not None:  # inside of what covers it
-            [cell] = [c for c in inner.__closure__ or () if c.cell_contents is boundary]
-            cell.cell_contents = fails
-        else:
-            own = self.name in vars(self.owner)
-            setattr(self.owner, self.name, fails)
-        try:
-            yield raised
-        finally:
-            if boundary is not None:
-                cell.cell_contents = boundary
-            elif own:
-                setattr(self.owner, self.name, found)
-            else:
-                delattr(self.owner, self.name)
-
-
-def methods(owner: type) -> list[str]:
-    """Return the names of the methods of a class that are kvcore's and public."""
-    return [
-        name
-        for name, part in inspect.getmembers(owner, inspect.isfunction)
-        if not name.startswith("_") and inspect.unwrap(part).__module__.startswith("kvcore")
-    ]
 
 
 def cases() -> dict[str, list[Part]]:

@@ -160,6 +160,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         self._offered = 0
         self._spoilt = False
         """True if what was planned for the next batch must fail."""
+        self._stopped = ""
+        """Why kvcore has stopped on this rank, after an error; empty before."""
         hooks.linkers.add(self)
 
     def _build(self, server_args: Any, params: Any, components: set[Any]) -> Parts | None:
@@ -283,7 +285,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             return []
         if self._parts.leader is None:
             return list(range(1, pages + 1))
-        return self._lookup(self._parts.leader, rid)
+        return [] if self._stopped else self._lookup(self._parts.leader, rid)
 
     def _lookup(self, leader: Leader, rid: str) -> list[int]:
         if self._asking is None:
@@ -477,11 +479,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         leader = self.leader
         if leader is None or self._parts is None:
             return self._offered
-        done = 0
-        if not leader.disabled:
-            done = self._guarded(0, Leader.done_offers)
-        if leader.disabled:
-            self._guarded(0, Leader.done_offers)  # reports of copies are still taken in
+        done = self._guarded(0, Leader.done_offers)
+        if self._stopped or leader.disabled:
             done = self._offered if self._parts.worker.quiesce(0.0) else 0
         return min(done, self._offered)
 
@@ -506,7 +505,8 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         assert self._parts is not None
         if self._parts.follower is not None:
             return self._parts.follower.next_order()
-        order, links = self._guarded(Order(), decide), self._parts.links
+        order = Order() if self._stopped else self._guarded(Order(), decide)
+        links = self._parts.links
 
         def send() -> Order:
             links.send(order)
@@ -518,9 +518,9 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
 
         nothing = Order()
         sent = Guard(self._stop_leader).run("the order to the ranks", send, None, send_nothing)
-        if sent is None:
+        if sent is None and self._parts.served.rank.ranks > 1:
             raise RankLostError("the leading rank can send no orders to the others")
-        return sent
+        return sent or nothing
 
     def _guarded(self, neutral: _T, decide: Callable[[Leader], _T]) -> _T:
         """Call ``decide`` without raising, where more is to be done after it.
@@ -532,6 +532,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         return Guard(self._stop_leader).run("the leader", lambda: decide(leader), neutral)
 
     def _stop_leader(self, why: str, error: BaseException | None = None) -> None:
+        self._stopped = self._stopped or why
         if self.leader is not None:
             self.leader.disable(why, error)
 
@@ -542,7 +543,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         ranks may wait for what the call did not do.
         """
         why = f"an error in {name}"
-        self.stop(why, error)
+        attempt("the stop of kvcore", lambda: self._stop(why, error), None)
         if name in _MEETS and self._parts is not None and self._parts.served.rank.ranks > 1:
             raise RankLostError(f"this rank may be out of step with the others: {why}") from error
         if name in _COPIES and self.layer_done_counter is not None:
@@ -561,6 +562,10 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
 
         ``error`` is logged with its trace. Does not block.
         """
+        self._stop(why, error)
+
+    def _stop(self, why: str, error: BaseException | None) -> None:
+        self._stopped = self._stopped or why
         self._spoilt = bool(self._queued)
         offers, self._inserting = self._inserting or [], None
         for offer in offers:

@@ -48,7 +48,8 @@ _AS_LINKER: tuple[Want, ...] = (
         "kvcore_sglang.linker:KVCoreLinker",
         beside=(
             "abandon_insert",
-            "asking",
+            "ask",
+            "asked",
             "begin_insert",
             "blends",
             "end_insert",
@@ -59,6 +60,7 @@ _AS_LINKER: tuple[Want, ...] = (
             "refuse",
             "stages",
             "state",
+            "stop",
             "vocabulary",
             "wants_inserts",
             "weights_changed",

@@ -116,6 +116,7 @@ def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
 def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
     linker = linker_class.__new__(linker_class)
     linker._queued, linker._offered, linker._inserting, linker._spoilt = {}, 0, None, False
+    linker._stopped = ""
     stand_in: Any = worker
     linker.layer_done_counter = LayerGate(stand_in, layers=1, layerwise=True)
     linker._parts = SimpleNamespace(

@@ -12,6 +12,7 @@ install()  # at the top: SGLang's processes are spawned from this module, and ru
 
 import asyncio  # noqa: E402
 import contextlib  # noqa: E402
+import functools  # noqa: E402
 import gc  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
@@ -315,6 +316,7 @@ def _forget_on_word() -> Any:
     word = multiprocessing.get_context("fork").Value("b", 0, lock=False)
     real = KVCoreLinker.reset
 
+    @functools.wraps(real)
     def reset(self: KVCoreLinker) -> None:
         real(self)
         if word.value and self.leader is not None:
