@@ -90,6 +90,7 @@ _AT_START = (ConfigError,)
 
 @covered(
     {
+        "requires_kv_delivery": _NO,
         "requires_piecewise_for_cudagraph": Neutral(lambda: False, _AT_START),
         "supports_sleep_mode": Neutral(lambda: False, _AT_START),
         # the worker's role

@@ -175,7 +175,9 @@ def test_a_flush_waits_for_pages_and_for_no_medium(
     linker = made(linker_class, leader, worker)
     linker._config = SimpleNamespace(sglang=SimpleNamespace(keep_on_flush=keeps))
     linker._changed = False
-    monkeypatch.setattr(inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: True)
+    monkeypatch.setattr(
+        inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: True
+    )
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
     linker._queued = {"r": Order()}
     linker.reset()
@@ -195,7 +197,9 @@ def test_kv_from_before_a_change_of_weights_is_not_found_after_a_flush(
     linker._config = Config()
     linker._changed = False
     linker.layer_done_counter = SimpleNamespace(reset=lambda: None)
-    monkeypatch.setattr(inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: hooked)
+    monkeypatch.setattr(
+        inspect.unwrap(linker_class.reset).__globals__["hooks"], "fit", lambda hooks: hooked
+    )
     linker.weights_changed()
     linker.reset()
     assert leader.told == ["renew", "forget requests", "renew"]
