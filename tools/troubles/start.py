@@ -172,6 +172,16 @@ TURNS_OFF = [
     ),
     Trouble("%s: kvcore stands aside on this rank", OWN_ERROR, RESTART_AND_REPORT),
     Trouble(
+        "an error in %s: kvcore's storage stands aside until the engine restarts",
+        OWN_ERROR,
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
+        "the engine's metrics can no longer be told what kvcore counts",
+        "Prometheus refused kvcore's counts. SGLang's metrics have none of them from then on.",
+        "`/server_info` still has the counts. Restart the engine, and report the error.",
+    ),
+    Trouble(
         "an error in %s",
         "A second error, while kvcore recovered from the first, which the log has before it. What "
         "the engine counts on is told as failed all the same.",
