@@ -39,7 +39,7 @@ from torch.nn import functional
 from benchmarks._report import Report, Row
 from kvcore.config import load_config
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
-from kvcore.transfer.graph import UnitTable
+from kvcore.transfer.graph import Span, UnitTable
 from kvcore.transfer.plan import layer_steps
 
 if TYPE_CHECKING:
@@ -176,17 +176,18 @@ class Transfers(AbstractContextManager["Transfers"]):
                 np.random.default_rng([self._chains, i]).bytes(16)
                 for i in range(self._scale.blocks)
             ]
-            self._graph = self._manager.launch_save(
-                self._held, NAMESPACE, len(self._held),
-                lambda a, b: [UnitTable.of(self._home[a:b, None], BLOCK)],
-            )  # fmt: skip
+            planned = self._manager.plan_save(self._held, NAMESPACE, len(self._held))
+            assert planned is not None, "the host tier has room for a chain"
+            places = self._home[slice(*planned.blocks), None]
+            self._graph = self._manager.launch(planned, [UnitTable.of(places, BLOCK)])
         else:
             hit = self._manager.get_match(self._held, NAMESPACE)
             if hit.depth != len(self._held):
                 raise RuntimeError(f"{hit.depth} of {len(self._held)} blocks were saved")
             steps = layer_steps(self._scale.shape["layers"])
             units = [UnitTable.of(self._away[:, None], BLOCK)]
-            self._graph = self._manager.launch_load(hit, 0, hit.depth, units, layers=steps)
+            planned = self._manager.plan_load(hit, Span(0, hit.depth), layers=steps)
+            self._graph = self._manager.launch(planned, units)
         self.done[what] += 1
 
     @property

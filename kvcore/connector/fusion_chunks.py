@@ -196,9 +196,9 @@ class ChunkPlanner:
             try:
                 hit, start, stop = self.source(chunk)
                 units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
-                graph = self._manager.launch_load(
-                    hit, start, stop, [UnitTable.of(units, self._block)], layers=layers, lane=lane
-                )
+                planned = self._manager.plan_load(hit, Span(start, stop), layers=layers)
+                tables = [UnitTable.of(units, self._block)]
+                graph = self._manager.launch(planned, tables, lane=lane)
             except KVCoreError as error:
                 _log.warning("a chunk is computed because it cannot be loaded: %s", error)
                 continue

@@ -126,10 +126,6 @@ class Paging:
         tables = self.units(pages, start, stop)
         return None if any(map(has_gap, tables)) else tables
 
-    def no_units(self, start: int, stop: int) -> list[UnitTable]:
-        """Return units that are all SKIP: blocks [start, stop) are loaded into host memory only."""
-        return [self._table(group, (), start, stop, 0) for group in self._groups]
-
     def pages_of(self, units: Iterable[UnitTable]) -> list[int]:
         """Return every page that contains a copied unit, numbered by ``place``, ascending."""
         return pages_of(units, self._groups, self._place)

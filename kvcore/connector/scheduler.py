@@ -15,7 +15,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,7 +25,7 @@ from kvcore.connector.fusion_scheduler import FusionScheduler
 from kvcore.connector.page_table import PageTables, PageUsers, Paging, Place, of_one_pool
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.manager import HOST, Hit, Manager, Transport
-from kvcore.manager.base import Lane
+from kvcore.manager.base import Lane, Planned
 from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
@@ -207,22 +206,27 @@ class SchedulerCore(ABC, Generic[F]):
         stopped using the pages, or at once if there is no graph.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
-        graph = self.manager.launch_save(
-            chain.keys,
-            chain.namespace.digest,
-            blocks,
-            partial(self._paging.whole_units, pages),
-            None if published is None else _listed(published),
-            lane=lane,
-        )
-        if graph is not None:
-            self._use(graph)
+        told = None if published is None else _listed(published)
+        planned = self.manager.plan_save(chain.keys, chain.namespace.digest, blocks, told)
+        graph = None if planned is None else self._launch_save(planned, pages, lane)
         if tokens is not None and self._fusion is not None and blocks > known:
             saved = _Saved(chain, known, blocks, tokens)
             if graph is None:
                 self._learn(saved)
             else:
                 self._saved[graph.graph_id] = saved
+        return graph
+
+    def _launch_save(
+        self, planned: Planned, pages: PageTables, lane: Lane | None
+    ) -> TransferGraph | None:
+        """Launch a planned save. Returns None if the engine no longer has all of its pages."""
+        units = self._paging.whole_units(pages, *planned.blocks)
+        if units is None:
+            self.manager.drop(planned)
+            return None
+        graph = self.manager.launch(planned, units, lane=lane)
+        self._use(graph)
         return graph
 
     def _learn(self, saved: _Saved) -> None:

@@ -209,7 +209,10 @@ class Jobs:
         if job.to != HOST:
             return self._manager.offloader.write(job.to, path, namespace, on_end=ended)
         hit = self._manager.get_match(path, namespace)
-        return self._manager.loader.prefetch(hit, deadline_s=self._deadline_s, on_end=ended)
+        planned = self._manager.plan_fetch(hit, deadline_s=self._deadline_s, background=True)
+        if planned is None:
+            return None
+        return self._manager.launch(planned, on_end=ended).graph_id
 
     def _settle(self, job: Job, path: list[bytes], before: int) -> None:
         """Count what arrived; a move then discards it from the tier it came from."""

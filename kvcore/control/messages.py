@@ -33,7 +33,7 @@ __all__ = [
     "frames",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 _NAME = b"kvcore"
 HEADER = _NAME + struct.pack("<I", PROTOCOL)
 

@@ -30,7 +30,7 @@ __all__ = [
     "IndexView",
     "Lane",
     "Manager",
-    "PreparedLoad",
+    "Planned",
     "Promise",
     "Readiness",
     "Room",
@@ -182,20 +182,23 @@ class Hit:
         return {tier: count for tier, count in counts.items() if count > 0}
 
 
-@dataclass(frozen=True)
-class PreparedLoad:
-    """A load from host memory that was promised before its places on the device are known.
+class Planned(NamedTuple):
+    """A transfer that is planned and not sent: its blocks are kept, its pages are not known yet.
 
-    Its blocks stay in host memory until it is launched or dropped. They are kept by a ``pin`` in
-    the leader's own index, or by the ``graph`` that a server has planned.
+    A load has pinned its blocks, a save has reserved slots, and a fetch has done both. Give it to
+    `Manager.launch` or to `Manager.drop`, exactly once. It is planned, sent or dropped as a whole.
+
+    Attributes:
+        graph: the copies, without unit tables.
+        keys: the chain of its prompt, from the first block.
+        blocks: the blocks of the chain that are copied; row 0 of the graph is the first.
+        tokens: the tokens of the chain from its first block on, if events publish them.
     """
 
-    hit: Hit
-    start: int
-    stop: int
-    layers: tuple[Span, ...]
-    pin: Pin | None = None
-    graph: TransferGraph | None = None
+    graph: TransferGraph
+    keys: Sequence[bytes]
+    blocks: Span
+    tokens: Sequence[int] | None = None
 
 
 Lane = Callable[[TransferGraph], object]
@@ -322,109 +325,95 @@ class Manager(ABC):
 
     @abstractmethod
     def can_load(self, hit: Hit, start: int, stop: int) -> Readiness:
-        """Return when `launch_load` has slots for blocks [start, stop) of ``hit``."""
+        """Return when `plan_load` has slots for blocks [start, stop) of ``hit``."""
 
-    # -- loads ----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def launch_load(
-        self,
-        hit: Hit,
-        start: int,
-        stop: int,
-        units: Sequence[UnitTable],
-        *,
-        layers: Sequence[Span] = (),
-        deadline_s: float | None = None,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        """Load blocks [start, stop) of ``hit`` to the device places in ``units``.
-
-        ``units`` has a row for each of the blocks. Blocks from a backing tier are kept in the host
-        tier while it has room; otherwise they pass through the staging slots. If their tier is set
-        up for it, they go past host memory instead. ``on_end`` is called when the graph has ended
-        on all workers. ``lane`` takes the graph instead of the transport's own queue.
-
-        Raises CapacityError if there are neither host nor staging slots, and another KVCoreError
-        if ``hit`` is no longer true. Nothing is pinned or reserved then.
-        """
+    # -- plans --------------------------------------------------------------------------------
 
     @property
     def certain(self) -> bool:
-        """True if every worker can carry out a load from host memory once it is prepared."""
+        """True if every worker can carry out a load from host memory once it is planned."""
         return True
 
-    def prepare_load(
-        self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
-    ) -> PreparedLoad:
-        """Keep blocks [start, stop) of ``hit`` in host memory for a later load.
-
-        Call either `launch_prepared` or `drop_prepared` exactly once afterwards. Raises a
-        KVCoreError if the blocks are not in host memory (any more); nothing is kept then.
-        """
-        pin = self.index.pin(HOST, hit.keys[stop - 1])
-        return PreparedLoad(hit, start, stop, tuple(layers), pin=pin)
-
-    def launch_prepared(
+    @abstractmethod
+    def plan_load(
         self,
-        prepared: PreparedLoad,
-        units: Sequence[UnitTable],
+        hit: Hit,
+        blocks: Span,
         *,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        """Launch a prepared load to the device places in ``units``.
+        layers: Sequence[Span] = (),
+        deadline_s: float | None = None,
+    ) -> Planned:
+        """Plan a load of ``blocks`` of ``hit`` to the device.
 
-        From then on the graph in flight keeps the blocks. Raises as `launch_load` does; nothing
-        keeps the blocks then.
+        Blocks from a backing tier are kept in the host tier while it has room; otherwise they pass
+        through the staging slots. If their tier is set up for it, they go past host memory instead.
+        ``layers`` are the steps in which blocks from host memory arrive; empty: all at once.
+        ``deadline_s`` is in seconds from the launch; None waits for ever.
+
+        Raises CapacityError if there are neither host nor staging slots, and another KVCoreError
+        if ``hit`` is no longer true, or a server does not answer. Nothing is pinned or reserved
+        then.
         """
-        assert prepared.pin is not None
-        try:
-            return self.launch_load(
-                prepared.hit,
-                prepared.start,
-                prepared.stop,
-                units,
-                layers=prepared.layers,
-                on_end=on_end,
-                lane=lane,
-            )
-        finally:
-            self.index.unpin(prepared.pin)
-
-    def drop_prepared(self, prepared: PreparedLoad) -> None:
-        """Release the blocks of a prepared load that will not be launched."""
-        assert prepared.pin is not None
-        self.index.unpin(prepared.pin)
-
-    # -- saves ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def launch_save(
+    def plan_fetch(
+        self,
+        hit: Hit,
+        stop: int | None = None,
+        *,
+        deadline_s: float | None = None,
+        background: bool = False,
+    ) -> Planned | None:
+        """Plan a load of the first ``stop`` blocks of ``hit`` into host memory alone.
+
+        Blocks that are there, or are coming, are left out. The last ones are left out if there is
+        no room for them. A fetch in the ``background`` lets all other transfers pass.
+
+        Returns None if nothing is left. Raises as `plan_load` does, but for room.
+        """
+
+    @abstractmethod
+    def plan_save(
         self,
         keys: Sequence[bytes],
         namespace: bytes,
         stop: int,
-        units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
-        *,
-        lane: Lane | None = None,
-    ) -> TransferGraph | None:
-        """Save the blocks of ``keys[:stop]`` that the host tier lacks.
+    ) -> Planned | None:
+        """Plan a save of the blocks of ``keys[:stop]`` that the host tier lacks.
 
-        ``units_of(start, stop)`` returns the device places of blocks [start, stop), or None if the
-        engine no longer has them. It is a callback because only the manager knows which blocks are
-        missing and how many of them find room. ``tokens`` are the tokens of the chain from the
-        first block on, if events may publish them. ``lane`` takes the graph instead of the
-        transport's own queue; graphs that only write to lower tiers are not given to it.
+        ``tokens`` are the tokens of the chain from the first block on, if events may publish them.
+        Room is made now: if the engine turns out not to have the pages any more, and the plan is
+        dropped, the blocks that were evicted for it stay evicted.
 
         Returns None if there is nothing to save, or no room.
         """
 
+    @abstractmethod
+    def launch(
+        self,
+        planned: Planned,
+        units: Sequence[UnitTable] = (),
+        *,
+        lane: Lane | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        """Send a plan to the workers. Does not ask a server.
+
+        ``units`` has a table for each layer group, with a row for each block; a fetch has none.
+        ``lane`` takes the graph instead of the transport's own queue. ``on_end`` is called when the
+        graph has ended on all workers. Until then it keeps what was planned.
+
+        Raises TransferError if ``units`` do not fit. The plan is dropped then.
+        """
+
+    @abstractmethod
+    def drop(self, planned: Planned) -> None:
+        """Give back what a plan keeps. Does not wait for a server. A dropped save counts as one."""
+
     @property
     def wants_tokens(self) -> bool:
-        """True if the ``tokens`` of a save are published."""
+        """True if the tokens of a save are published."""
         return False
 
     # -- graphs in flight -----------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""The graphs in flight: which blocks and slots they keep, and what becomes of their ops.
+"""The graphs planned and in flight: which blocks and slots they keep, and how their ops end.
 
-    launch ──▶ transport ──▶ workers ──report, one an op──▶ complete ──all ops──▶ release
-      sources pinned, targets reserved                       published             unpinned
+    plan ──▶ launch ──▶ transport ──▶ workers ──report, one an op──▶ complete ──all ops──▶ released
+     │ sources pinned, targets reserved                     published              unpinned
+     └────▶ drop: released, nothing published
 
-While a graph is in flight, its source blocks are pinned and its targets are reserved. A target is
-published when the op that fills it is reported, never before.
+While a graph is planned or in flight, its source blocks are pinned and its targets are reserved. A
+target is published when the op that fills it is reported, never before.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvcore._util.circuit_breaker import TierBreakers
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.manager.base import HOST, Lane, Room, TransferOptions, Transport
 from kvcore.manager.invalidation import Invalidation
@@ -40,6 +42,7 @@ class Flight:
     Args:
         keys: the chain of its prompt, from the first block.
         first_block: the position in the chain of row 0.
+        reserved: reservations whose ops are not planned yet.
         targets: reservations to publish, by the op that fills them.
         pins: pins on its source blocks.
         holds: reservations whose slots other ops of the graph read after they are published.
@@ -48,11 +51,14 @@ class Flight:
         waiting: ops that have not been reported.
         given_up: why it was given up: cancelled, or past its deadline. Ops that still run may
             never end.
+        expires: when a fetch is given up: a time of the manager's clock, or None. A worker reports
+            a load's deadline, but not that of a read which hangs alone.
         on_end: called when it has ended.
     """
 
     keys: Sequence[bytes]
     first_block: int
+    reserved: list[Reservation] = field(default_factory=list)
     targets: dict[int, Reservation] = field(default_factory=dict)
     pins: list[Pin] = field(default_factory=list)
     holds: list[Reservation] = field(default_factory=list)
@@ -60,15 +66,13 @@ class Flight:
     staged: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     given_up: RowError | None = None
+    expires: float | None = None
     on_end: list[Callable[[], object]] = field(default_factory=list)
     graph: TransferGraph = _EMPTY
 
 
 class Flights:
-    """The graphs in flight of one manager. The manager's thread only; no call blocks.
-
-    ``ids`` numbers the graphs, by default from 1. It is shared with whoever plans them.
-    """
+    """The graphs of one manager, planned and in flight. Its thread only; no call blocks."""
 
     def __init__(
         self,
@@ -79,7 +83,6 @@ class Flights:
         metrics: Metrics,
         options: TransferOptions,
         *,
-        ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._index = index
@@ -95,10 +98,12 @@ class Flights:
         # A read op must not name a staging slot twice.
         self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
         """The most blocks of one op."""
-        self.ids = itertools.count(1) if ids is None else ids
+        self.ids = itertools.count(1)
+        """Numbers the graphs, for whoever plans them."""
         self._max_in_flight = options.max_in_flight
         self._clock = clock
         self._last_end = clock()
+        self._planned: dict[int, Flight] = {}
         self._flights: dict[int, Flight] = {}
         self._reads: dict[str, list[int]] = {}  # tier -> operations and blocks in flight
 
@@ -120,7 +125,8 @@ class Flights:
         Staging slots of a load that was given up do not count as lent: a read that hangs may keep
         them forever.
         """
-        lent = any(flight.staging and flight.given_up is None for flight in self._flights.values())
+        flights = itertools.chain(self._planned.values(), self._flights.values())
+        lent = any(flight.staging and flight.given_up is None for flight in flights)
         moving = self._clock() - self._last_end < STALLED_S
         return Room(self.full, self._index.num_free(HOST), bool(self.staging), lent, moving)
 
@@ -178,15 +184,45 @@ class Flights:
         places = len(flight.staged)
         return max(1, min(self.batch, places if rows <= places else places // 2))
 
-    # -- from launch to end -----------------------------------------------------------------
+    # -- from plan to end -------------------------------------------------------------------
 
-    def launch(self, flight: Flight, graph: TransferGraph, lane: Lane | None = None) -> None:
-        """Send a graph to the workers, or to ``lane`` if it is given.
+    @contextmanager
+    def planning(self, flight: Flight) -> Iterator[None]:
+        """Give back what ``flight`` has so far if it cannot be planned."""
+        try:
+            yield
+        except KVCoreError:
+            self.release(flight)
+            raise
 
-        From here on the flight owns its reservations and pins.
+    def plan(self, flight: Flight, graph: TransferGraph) -> None:
+        """Keep what ``flight`` has until `launch` or `drop`, one of which follows exactly once."""
+        assert not flight.reserved, "a reservation that no op fills"
+        flight.graph = graph
+        self._planned[graph.graph_id] = flight
+
+    def drop(self, graph_id: int) -> None:
+        """Give back what a planned graph keeps. It will not be launched."""
+        self.release(self._planned.pop(graph_id))
+
+    def launch(
+        self,
+        graph: TransferGraph,
+        lane: Lane | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> None:
+        """Send a planned graph to the workers, or to ``lane`` if it is given.
+
+        From here on it keeps its reservations and pins until it has ended on all workers.
+        ``on_end`` is called then.
         """
+        flight = self._planned.pop(graph.graph_id)
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
+        if on_end is not None:
+            flight.on_end.append(on_end)
+        if graph.deadline_s is not None and not graph.touches_device:
+            flight.expires = self._clock() + graph.deadline_s
         if not self._flights:
             self._last_end = self._clock()  # no graph was in flight that could have ended
         self._flights[graph.graph_id] = flight
@@ -230,9 +266,23 @@ class Flights:
         if not flight.waiting:
             del self._flights[report.graph_id]
             self.release(flight)
+            for call in flight.on_end:
+                call()
+
+    def expire(self) -> None:
+        """Give up fetches that are past their deadline, and blame the tiers that they read."""
+        for flight in self._flights.values():
+            late = flight.expires is not None and self._clock() >= flight.expires
+            if late and flight.given_up is None:
+                self._give_up(flight, RowError.DEADLINE)
 
     def release(self, flight: Flight) -> None:
-        """Give back what a flight keeps, once it has ended or will not be launched."""
+        """Give back what a flight keeps, once it has ended or will not be launched.
+
+        What it was to fill is reserved no more, and not published.
+        """
+        for reservation in (*flight.reserved, *flight.targets.values()):
+            self._index.lifecycle.abort(reservation)
         for pin in flight.pins:
             self._index.unpin(pin)
         for reservation in flight.holds:
@@ -241,8 +291,6 @@ class Flights:
         flight.staging = []
         self.device += flight.staged
         flight.staged = []
-        for call in flight.on_end:
-            call()
 
     def check_integrity(self) -> None:
         """Assert that every flight waits for an op, and that no read counts without a flight."""
@@ -298,8 +346,11 @@ class Flights:
         why = errors & _GIVEN_UP
         if flight.given_up is not None or not why or not op.path.touches_device:
             return
-        flight.given_up = why.pop()
-        if flight.given_up is RowError.DEADLINE:
+        self._give_up(flight, why.pop())
+
+    def _give_up(self, flight: Flight, why: RowError) -> None:
+        flight.given_up = why
+        if why is RowError.DEADLINE:
             running = (flight.graph.ops[op_id] for op_id in flight.waiting)
             for tier in {op.tier for op in running if op.path.reads_tier}:
                 self._breakers.reads[tier].failed()

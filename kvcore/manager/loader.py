@@ -1,8 +1,8 @@
-"""Loads of blocks from the tiers to the device, and prefetches to host memory alone.
+"""Plans of loads from the tiers to the device, and of fetches to host memory alone.
 
-    tiers below ──▶ host slots ──▶ device             launch
-    one of them ──▶ staging on the device ──▶ device  launch, if the tier is set up for it
-    tiers below ──▶ host slots                        prefetch
+    tiers below ──▶ host slots ──▶ device             plan
+    one of them ──▶ staging on the device ──▶ device  plan, if the tier is set up for it
+    tiers below ──▶ host slots                        plan_fetch
 
 A block from a lower tier is kept in the host tier if there is room and the block continues the
 prefix that is there. Otherwise it passes through the staging slots. Blocks that go past host memory
@@ -12,22 +12,22 @@ are not kept there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from kvcore.errors import KVCoreError
+from kvcore.errors import TransferError
 from kvcore.index import BlockIndex, Reservation
-from kvcore.manager.base import HOST, Hit, Lane
+from kvcore.manager.base import HOST, Hit, Planned
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
-from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import Priority, Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_fetch, build_load
 
 __all__ = ["Loader"]
 
 
 class Loader:
-    """Plans loads and launches them. The manager's thread only; no call does I/O."""
+    """Plans loads and fetches. The manager's thread only; no call does I/O."""
 
     def __init__(
         self,
@@ -42,76 +42,95 @@ class Loader:
         self._backing = tiers.bindings
         self._lookups = tiers.lookups
 
-    def launch(
+    def plan(
         self,
         hit: Hit,
         blocks: Span,
-        units: Sequence[UnitTable],
         *,
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        """Load ``blocks`` of ``hit`` to the device; see `Manager.launch_load`."""
+    ) -> Planned:
+        """Plan a load of ``blocks`` of ``hit`` to the device; see `Manager.plan_load`."""
+        if not 0 <= blocks.start < blocks.stop <= hit.depth:
+            raise TransferError(f"a load of blocks {blocks.start}..{blocks.stop} of {hit.depth}")
         flight = Flight(hit.keys, blocks.start)
-        if on_end is not None:
-            flight.on_end.append(on_end)
-        try:
-            graph = self._plan(flight, hit, blocks, units, layers, deadline_s)
-        except KVCoreError:
-            self._flights.release(flight)
-            raise
-        self._flights.launch(flight, graph, lane)
-        return graph
+        with self._flights.planning(flight):
+            graph = self._load(flight, hit, blocks, layers, deadline_s)
+        return self._planned(flight, hit, blocks, graph)
 
-    def prefetch(
-        self, hit: Hit, *, deadline_s: float | None = None, on_end: Callable[[], object]
-    ) -> int | None:
-        """Load what lower tiers hold of ``hit`` into the host tier, as far as it has room.
-
-        Returns the id of the graph. Returns None if nothing was launched: the blocks are in the
-        host tier already or in no tier, or there is no room. ``on_end`` is then never called.
-        """
-        start = self._index.held(HOST, hit.keys)
-        if start >= hit.depth or self._flights.full:
+    def plan_fetch(
+        self,
+        hit: Hit,
+        stop: int | None = None,
+        *,
+        deadline_s: float | None = None,
+        background: bool = False,
+    ) -> Planned | None:
+        """Plan a load of blocks into host memory alone; see `Manager.plan_fetch`."""
+        stop = hit.depth if stop is None else stop
+        start = self._index.held(HOST, hit.keys[:stop])
+        if start >= stop or self._flights.full:
             return None
         flight = Flight(hit.keys, start)
-        sources = [source for source in hit.sources if source.tier != HOST]
-        flight.pins = [self._index.pin(tier, hit.keys[stop - 1]) for tier, _, stop in sources]
-        promoted = self._promote(hit, start, hit.depth)
-        if not promoted:
-            self._flights.release(flight)
+        flight.reserved = self._promote(hit, start, stop)
+        if not flight.reserved:
             return None
-        flight.on_end.append(on_end)
-        blocks = Span(start, promoted[-1].stop)
-        rows = []
-        for tier, first, last in sources:
-            a, b = max(first, blocks.start), min(last, blocks.stop)
-            if a < b:
-                rows.append(self._rows(hit, tier, Span(a, b), start))
+        blocks = Span(start, flight.reserved[-1].stop)
+        with self._flights.planning(flight):
+            _, rows = self._sources(flight, hit, blocks)
         graph = build_fetch(
             next(self._flights.ids),
             Chain.of(hit.keys, hit.namespace, blocks),
-            [slot for reservation in promoted for slot in reservation.slots.tolist()],
-            _split_rows(rows, [r.stop - start for r in promoted]),
+            _slots(flight.reserved),
+            _split_rows(rows, [r.stop - start for r in flight.reserved]),
             batch_rows=self._flights.batch,
+            priority=Priority.SPILL if background else Priority.LOAD,
             deadline_s=deadline_s,
             nodes=self._nodes(hit, blocks),
         )
-        _assign(flight, graph, promoted)
-        self._flights.launch(flight, graph)
-        return graph.graph_id
+        return self._planned(flight, hit, blocks, graph)
 
-    def _plan(
+    def _planned(self, flight: Flight, hit: Hit, blocks: Span, graph: TransferGraph) -> Planned:
+        _assign(flight, graph)
+        self._flights.plan(flight, graph)
+        return Planned(graph, hit.keys, blocks)
+
+    def _load(
         self,
         flight: Flight,
         hit: Hit,
         blocks: Span,
-        units: Sequence[UnitTable],
         layers: Sequence[Span],
         deadline_s: float | None,
     ) -> TransferGraph:
+        """Find a place for every row, and return the graph. ``flight`` gets what it keeps."""
+        host_slots, rows = self._sources(flight, hit, blocks)
+        below = Span(blocks.start + len(host_slots), blocks.stop)
+        staged, batch = self._past_host(flight, rows), self._flights.batch
+        if staged:
+            rows = [source._replace(path=self._backing[source.tier].load_path) for source in rows]
+            batch = self._flights.staged_batch(flight, below.size)
+            staged = [-1] * len(host_slots) + staged
+            host_slots += [-1] * below.size
+        elif rows:
+            host_slots += self._through_host(flight, hit, below)
+        return build_load(
+            next(self._flights.ids),
+            Chain.of(hit.keys, hit.namespace, blocks),
+            host_slots,
+            _split_rows(rows, [r.stop - blocks.start for r in flight.reserved]),
+            batch_rows=batch,
+            layers=layers,
+            deadline_s=deadline_s,
+            nodes=self._nodes(hit, blocks),
+            staged=staged,
+        )
+
+    def _sources(self, flight: Flight, hit: Hit, blocks: Span) -> tuple[list[int], list[TierRows]]:
+        """Pin ``blocks`` where they are. Return the host slots of the first, and the others' rows.
+
+        Row 0 is the first of ``blocks``. Raises KVCoreError if a tier no longer holds its blocks.
+        """
         host_slots: list[int] = []
         rows: list[TierRows] = []
         for tier, first, last in hit.sources:
@@ -119,57 +138,28 @@ class Loader:
             if a >= b:
                 continue
             flight.pins.append(self._index.pin(tier, hit.keys[b - 1]))
+            slots = self._index.slots(tier, hit.keys, a, b).tolist()
             if tier == HOST:
-                host_slots += self._index.slots(tier, hit.keys, a, b).tolist()
+                host_slots += slots
             else:
-                rows.append(self._rows(hit, tier, Span(a, b), blocks.start))
-        below = blocks.start + len(host_slots)
-        missing = blocks.stop - below
-        staged = self._past_host(flight, rows, units)
-        promoted: list[Reservation] = []
-        batch = self._flights.batch
-        if staged:
-            rows = [source._replace(path=self._backing[source.tier].load_path) for source in rows]
-            batch = self._flights.staged_batch(flight, missing)
-            staged = [-1] * len(host_slots) + staged
-            host_slots += [-1] * missing
-        elif rows:
-            promoted = self._promote(hit, below, blocks.stop)
-        for reservation in promoted:
-            host_slots += reservation.slots.tolist()
-        missing = blocks.size - len(host_slots)
-        try:
-            if missing:
-                host_slots += self._flights.stage(flight, missing)
-            graph = build_load(
-                next(self._flights.ids),
-                Chain.of(hit.keys, hit.namespace, blocks),
-                host_slots,
-                _split_rows(rows, [r.stop - blocks.start for r in promoted]),
-                units,
-                batch_rows=batch,
-                layers=layers,
-                deadline_s=deadline_s,
-                nodes=self._nodes(hit, blocks),
-                staged=staged,
-            )
-        except KVCoreError:
-            for reservation in promoted:
-                self._index.lifecycle.abort(reservation)
-            raise
-        _assign(flight, graph, promoted)
-        return graph
+                span = Span(a - blocks.start, b - blocks.start)
+                rows.append(TierRows(tier, self._backing[tier].read_path, span, slots))
+        return host_slots, rows
 
-    def _past_host(
-        self, flight: Flight, rows: Sequence[TierRows], units: Sequence[UnitTable]
-    ) -> list[int]:
+    def _through_host(self, flight: Flight, hit: Hit, below: Span) -> list[int]:
+        """Return a host slot for each block of ``below``: kept as far as there is room."""
+        flight.reserved = self._promote(hit, below.start, below.stop)
+        slots = _slots(flight.reserved)
+        missing = below.size - len(slots)
+        return slots + self._flights.stage(flight, missing) if missing else slots
+
+    def _past_host(self, flight: Flight, rows: Sequence[TierRows]) -> list[int]:
         """Return places on the device for ``rows``; an empty list if they go through host memory.
 
         Rows go through host memory in these cases:
 
         - They come from several tiers: a remote tier's blocks are worth keeping.
         - They lie in another engine's store.
-        - They have no place in the engine's pages, and are loaded to be kept.
         - Other loads have all the places.
         """
         if len(rows) != 1:
@@ -178,9 +168,6 @@ class Loader:
         if not self._backing[source.tier].to_device:
             return []
         if max(source.slots) >= self._index.num_slots(source.tier):
-            return []
-        wanted = [table.array()[slice(*source.rows)] for table in units]
-        if not any((table != SKIP).any() for table in wanted):
             return []
         return self._flights.stage_on_device(flight, source.rows.size)
 
@@ -192,12 +179,6 @@ class Loader:
             if a < b and tier in self._lookups:
                 found |= self._lookups[tier].nodes(hit.keys[a:b])
         return tuple(sorted(found))
-
-    def _rows(self, hit: Hit, tier: str, blocks: Span, first: int) -> TierRows:
-        """Return blocks of a lower tier as rows of a graph whose row 0 is block ``first``."""
-        slots = self._index.slots(tier, hit.keys, blocks.start, blocks.stop).tolist()
-        rows = Span(blocks.start - first, blocks.stop - first)
-        return TierRows(tier, self._backing[tier].read_path, rows, slots)
 
     def _promote(self, hit: Hit, start: int, stop: int) -> list[Reservation]:
         """Reserve host slots for blocks from lower tiers, one reservation a read op.
@@ -225,13 +206,17 @@ class Loader:
         return made
 
 
-def _assign(flight: Flight, graph: TransferGraph, promoted: Sequence[Reservation]) -> None:
-    """Tie each promotion to the read op that fills it."""
-    by_row = {r.start - flight.first_block: r for r in promoted}
+def _slots(reservations: Iterable[Reservation]) -> list[int]:
+    return [slot for reservation in reservations for slot in reservation.slots.tolist()]
+
+
+def _assign(flight: Flight, graph: TransferGraph) -> None:
+    """Tie each reservation to the read op that fills it."""
+    by_row = {r.start - flight.first_block: r for r in flight.reserved}
     for op in graph.ops:
         if op.path.reads_tier and op.rows[0] in by_row:
             flight.targets[op.op_id] = by_row.pop(op.rows[0])
-    assert not by_row, "a reservation that no read op fills"
+    flight.reserved = list(by_row.values())
 
 
 def _split_rows(rows: Sequence[TierRows], edges: Iterable[int]) -> list[TierRows]:

@@ -1,14 +1,15 @@
 """The manager of a leader: decides what is loaded, saved and evicted, and keeps the index true.
 
-    get_match ─▶ launch_load ─▶ graph ─▶ transport ─▶ workers
-                 launch_save ─▶ graph ─▶     │
-                                             ▼
+    get_match ─▶ plan_load  ─┐
+                 plan_fetch ─┼─▶ planned ─▶ launch ─▶ transport ─▶ workers
+                 plan_save  ─┘      └─────▶ drop          │
+                                                          ▼
                  complete(op report) ◀── reports, one an op, once all ranks have ended it
 
     KVManager ─┬─ loader        up: to the device, or to host memory alone
                ├─ offloader     down: to host memory, and to the tiers below
                ├─ invalidation  out: cleared, dropped, lost; counts evictions
-               ├─ flights       graphs in flight, what they pin, what becomes of their ops
+               ├─ flights       graphs planned and in flight, what they keep, how their ops end
                └─ tiers         the tiers below: how each is read, its breakers, its lookups
 
 `Manager` is what an engine's leader calls, because a server may answer it. What only operators do
@@ -21,8 +22,9 @@ block; everything else returns at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+from kvcore.errors import TransferError
 from kvcore.index import BlockIndex
 from kvcore.manager.base import (
     HOST,
@@ -31,6 +33,7 @@ from kvcore.manager.base import (
     Hit,
     Lane,
     Manager,
+    Planned,
     Promise,
     Readiness,
     Source,
@@ -43,8 +46,8 @@ from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Offloader, TokenPublisher
-from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import OpReport, Span, TransferGraph, UnitTable
+from kvcore.telemetry.metrics import Metrics, SaveSkip
+from kvcore.transfer.graph import OpReport, Priority, Span, TransferGraph, UnitTable
 
 __all__ = [
     "HOST",
@@ -68,8 +71,8 @@ class KVManager(Manager):
     """The manager of one model in the process of its leader.
 
     It looks blocks up itself, and delegates loads, saves, removal and completion to its parts. The
-    loader and the offloader do not know each other: both launch graphs through ``flights``, and
-    what one implies for the other happens here. `Manager` documents the methods.
+    loader and the offloader do not know each other: both plan graphs for ``flights``, and what one
+    implies for the other happens here. `Manager` documents the methods.
 
     Args:
         index: the blocks of the host tier and of every backing tier, in that order.
@@ -78,7 +81,6 @@ class KVManager(Manager):
         options: how transfers are planned, and what they may occupy.
         metrics: counts removals, failures and skipped saves; None counts nothing.
         publish_tokens: receives the tokens of blocks that are being saved.
-        ids: numbers the graphs; by default from 1.
         clock: returns seconds, monotonic.
     """
 
@@ -93,7 +95,6 @@ class KVManager(Manager):
         options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
         publish_tokens: TokenPublisher | None = None,
-        ids: Iterator[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -110,7 +111,6 @@ class KVManager(Manager):
             tiers.breakers,
             metrics,
             options,
-            ids=ids,
             clock=clock,
         )
         self.loader = Loader(index, self.flights, self.invalidation, tiers)
@@ -164,44 +164,75 @@ class KVManager(Manager):
                 self._metrics.asked_store(tier, believed.outcome)
                 self.invalidation.count_evicted(tier, believed.evicted)
 
-    # -- launching --------------------------------------------------------------------------
+    # -- plans ------------------------------------------------------------------------------
 
-    def launch_load(
+    def plan_load(
         self,
         hit: Hit,
-        start: int,
-        stop: int,
-        units: Sequence[UnitTable],
+        blocks: Span,
         *,
         layers: Sequence[Span] = (),
         deadline_s: float | None = None,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        graph = self.loader.launch(
-            hit,
-            Span(start, stop),
-            units,
-            layers=layers,
-            deadline_s=deadline_s,
-            on_end=on_end,
-            lane=lane,
-        )
-        self.index.touch(self.index.match(hit.keys[:stop]))
-        self.offloader.offer(hit.keys, hit.namespace, min(hit.in_host, stop))
-        return graph
+    ) -> Planned:
+        return self.loader.plan(hit, blocks, layers=layers, deadline_s=deadline_s)
 
-    def launch_save(
+    def plan_fetch(
+        self,
+        hit: Hit,
+        stop: int | None = None,
+        *,
+        deadline_s: float | None = None,
+        background: bool = False,
+    ) -> Planned | None:
+        return self.loader.plan_fetch(hit, stop, deadline_s=deadline_s, background=background)
+
+    def plan_save(
         self,
         keys: Sequence[bytes],
         namespace: bytes,
         stop: int,
-        units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
+    ) -> Planned | None:
+        return self.offloader.plan(keys, namespace, stop, tokens)
+
+    def launch(
+        self,
+        planned: Planned,
+        units: Sequence[UnitTable] = (),
         *,
         lane: Lane | None = None,
-    ) -> TransferGraph | None:
-        return self.offloader.launch(keys, namespace, stop, units_of, tokens, lane)
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        try:
+            graph = planned.graph.bind(units)
+        except TransferError:
+            self.drop(planned)
+            raise
+        self._start(planned, graph, lane, on_end)
+        return graph
+
+    def lend(self, planned: Planned) -> None:
+        """Count a plan as launched that a server's session binds to its pages and sends itself."""
+        self._start(planned, planned.graph, lambda graph: None, None)
+
+    def _start(
+        self,
+        planned: Planned,
+        graph: TransferGraph,
+        lane: Lane | None,
+        on_end: Callable[[], object] | None,
+    ) -> None:
+        self.offloader.publish(planned)
+        self.flights.launch(graph, lane, on_end)
+        if graph.priority is Priority.LOAD and graph.touches_device:
+            used = self.index.match(planned.keys[: planned.blocks.stop])
+            self.index.touch(used)
+            self.offloader.offer(planned.keys, graph.namespace, used.depths[0])
+
+    def drop(self, planned: Planned) -> None:
+        if planned.graph.priority is Priority.SAVE:
+            self._metrics.save_skipped(SaveSkip.ABORTED, planned.blocks.size)
+        self.flights.drop(planned.graph.graph_id)
 
     @property
     def wants_tokens(self) -> bool:
@@ -233,6 +264,7 @@ class KVManager(Manager):
     # -- upkeep -------------------------------------------------------------------------------
 
     def maintain(self) -> None:
+        self.flights.expire()
         self.offloader.keep_room()
         for call in self.upkeep:
             call()

@@ -1,6 +1,6 @@
 """Saves of blocks from the device to host memory, and from there to the tiers below.
 
-    device ──▶ host ──▶ a write-through tier, after the save           launch
+    device ──▶ host ──▶ a write-through tier, after the save           plan
                host ──▶ a selective tier, when blocks are used again   offer
                host ──▶ a write-back tier, before blocks are evicted   keep_room
                host ──▶ any tier, when an operator orders it           write
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcore.errors import KVCoreError
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
-from kvcore.manager.base import HOST, Backing, Lane, WritePolicy
+from kvcore.manager.base import HOST, Backing, Planned, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.telemetry.metrics import Metrics, SaveSkip
-from kvcore.transfer.graph import Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
 
 __all__ = ["Offloader", "TokenPublisher"]
@@ -32,7 +31,7 @@ Its arguments are the chain's keys, ``start``, ``stop``, and the chain's tokens 
 
 
 class Offloader:
-    """Plans saves and spills and launches them. The manager's thread only; no call does I/O.
+    """Plans saves, and plans and launches spills. The manager's thread only; no call does I/O.
 
     ``write_through_in_save`` is as in `TransferOptions`, ``publish_tokens`` as in `KVManager`.
     """
@@ -60,26 +59,23 @@ class Offloader:
 
     # -- off the device ---------------------------------------------------------------------
 
-    def launch(
+    def plan(
         self,
         keys: Sequence[bytes],
         namespace: bytes,
         stop: int,
-        units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph | None:
-        """Save blocks of ``keys[:stop]`` that the host tier lacks; see `Manager.launch_save`."""
+    ) -> Planned | None:
+        """Reserve room for blocks of ``keys[:stop]`` that the host tier lacks.
+
+        See `Manager.plan_save`.
+        """
         start = self._index.held(HOST, keys[:stop])
         if start >= stop:
             self.offer(keys, namespace, stop)
             return None
         if self._flights.full:
             self._metrics.save_skipped(SaveSkip.BUSY, stop - start)
-            return None
-        units = units_of(start, stop)
-        if units is None:
-            self._metrics.save_skipped(SaveSkip.ABORTED, stop - start)
             return None
         reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
         self._invalidation.count_evicted(HOST, reservation.evicted)
@@ -88,50 +84,41 @@ class Offloader:
         if not len(reservation):
             return None
         # There was no room for the last blocks, or the first were being evicted and were kept.
-        if len(reservation) < stop - start:
-            units = units_of(reservation.start, reservation.stop)
-            assert units is not None
-        if tokens is not None and self.publish_tokens is not None:
-            self.publish_tokens(keys, reservation.start, reservation.stop, tokens)
-        return self._save(keys, namespace, reservation, units, lane)
+        blocks = Span(reservation.start, reservation.stop)
+        flight = Flight(keys, blocks.start, targets={0: reservation})
+        graph = self._save(flight, keys, namespace, blocks)
+        self._flights.plan(flight, graph)
+        return Planned(graph, keys, blocks, tokens)
+
+    def publish(self, planned: Planned) -> None:
+        """Publish the tokens of a plan that is being launched, if anybody is to know them."""
+        if planned.tokens is not None and self.publish_tokens is not None:
+            self.publish_tokens(planned.keys, *planned.blocks, planned.tokens)
 
     def _save(
-        self,
-        keys: Sequence[bytes],
-        namespace: bytes,
-        reservation: Reservation,
-        units: Sequence[UnitTable],
-        lane: Lane | None,
+        self, flight: Flight, keys: Sequence[bytes], namespace: bytes, blocks: Span
     ) -> TransferGraph:
-        start, stop = reservation.start, reservation.stop
+        """Return the graph of a save, whose op 0 fills the reservation that ``flight`` has."""
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
         sink_tier = through[0] if through and self._write_through_in_save else None
         sink: TierRows | None = None
-        written: list[Reservation] = []
         if sink_tier is not None and self._breakers.writes[sink_tier.name].allows():
-            self._spill(sink_tier, keys, namespace, start)
-            sink, written = self._reserve_sink(sink_tier, keys, namespace, start, stop)
-        try:
-            graph = build_save(
-                next(self._flights.ids),
-                Chain.of(keys, namespace, Span(start, stop)),
-                reservation.slots.tolist(),
-                units,
-                sink,
-                batch_rows=self._flights.batch,
-            )
-        except KVCoreError:
-            for reserved in (reservation, *written):
-                self._index.lifecycle.abort(reserved)
-            raise
-        flight = Flight(keys, start, {0: reservation})
-        flight.on_end.append(lambda: self.offer(keys, namespace, stop))
+            self._spill(sink_tier, keys, namespace, blocks.start)
+            sink, flight.reserved = self._reserve_sink(sink_tier, keys, namespace, *blocks)
+        graph = build_save(
+            next(self._flights.ids),
+            Chain.of(keys, namespace, blocks),
+            flight.targets[0].slots.tolist(),
+            sink,
+            batch_rows=self._flights.batch,
+        )
+        _assign(flight, graph)
+        flight.on_end.append(lambda: self.offer(keys, namespace, blocks.stop))
         for tier in through:
             if tier is not sink_tier:
                 flight.on_end.append(
-                    lambda tier=tier: self._spill(tier, keys, namespace, stop)  # type: ignore[misc]
+                    lambda tier=tier: self._spill(tier, keys, namespace, blocks.stop)  # type: ignore[misc]
                 )
-        self._send(flight, graph, written, lane)
         return graph
 
     # -- from host memory to a tier below -----------------------------------------------------
@@ -141,7 +128,7 @@ class Offloader:
     ) -> int | None:
         """Write to a lower tier the blocks of ``keys`` that the host tier holds and it lacks.
 
-        Returns the id of the graph, or None if nothing was launched, as `Loader.prefetch` does.
+        Returns the id of the graph. If nothing is to do, returns None and never calls ``on_end``.
         """
         if self._flights.full:
             return None
@@ -185,7 +172,7 @@ class Offloader:
             sink,
             batch_rows=self._flights.batch,
         )
-        self._send(Flight(keys, start, pins=[pin]), graph, written)
+        self._send(Flight(keys, start, written, pins=[pin]), graph)
         return graph
 
     def _reserve_sink(
@@ -210,19 +197,12 @@ class Offloader:
         rows = Span(made[0].start - first, made[-1].stop - first)
         return TierRows(tier.name, tier.write_path, rows, slots), made
 
-    def _send(
-        self,
-        flight: Flight,
-        graph: TransferGraph,
-        written: Sequence[Reservation],
-        lane: Lane | None = None,
-    ) -> None:
-        """Launch a graph after tying each of its write ops to the reservation that it fills."""
-        writes = [op for op in graph.ops if op.path.writes_tier]
-        assert len(writes) == len(written), "write ops and reservations differ"
-        for op, reservation in zip(writes, written, strict=True):
-            flight.targets[op.op_id] = reservation
-        self._flights.launch(flight, graph, lane)
+    def _send(self, flight: Flight, graph: TransferGraph) -> None:
+        """Launch a graph that does not touch the device."""
+        _assign(flight, graph)
+        graph.check()
+        self._flights.plan(flight, graph)
+        self._flights.launch(graph)
 
     # -- before host memory is full ---------------------------------------------------------
 
@@ -288,7 +268,7 @@ class Offloader:
             batch_rows=self._flights.batch,
         )
         pins = [self._index.pin(HOST, kept[-1])] if kept else []
-        self._send(Flight(chain, start, pins=pins), graph, written)
+        self._send(Flight(chain, start, written, pins=pins), graph)
         return graph
 
     def _one_demoted(
@@ -301,3 +281,10 @@ class Offloader:
     def _demoted(self, tier: Backing, eviction: Eviction) -> None:
         self._demoting.discard(tier.name)
         self._invalidation.count_evicted(HOST, self._index.evictions.finish(eviction))
+
+
+def _assign(flight: Flight, graph: TransferGraph) -> None:
+    """Tie each write op to the reservation that it fills."""
+    writes = [op.op_id for op in graph.ops if op.path.writes_tier]
+    flight.targets.update(zip(writes, flight.reserved, strict=True))
+    flight.reserved = []

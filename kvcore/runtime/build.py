@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -215,12 +215,11 @@ def build_manager(
     *,
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
-    ids: Iterator[int] | None = None,
     write_through_in_save: bool = True,
 ) -> LeaderParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
-    ``ids`` is as in `KVManager`, ``write_through_in_save`` as in `TransferOptions`. ``on_event``
+    ``write_through_in_save`` is as in `TransferOptions`. ``on_event``
     gets what the feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank``
     distinguishes the leaders of one engine if there are several.
 
@@ -257,7 +256,6 @@ def build_manager(
         ),
         metrics=metrics,
         publish_tokens=_token_publisher(feed, config.block.tokens),
-        ids=ids,
     )
     manager.invalidation.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)

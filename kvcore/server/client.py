@@ -3,8 +3,7 @@
 While there is no server (`SessionKeeper` tracks that) nothing is found and nothing is saved,
 without any delay. What was planned before goes on, because the workers have the memory mapped.
 
-A load that the server does not plan is given to the workers as a graph that they refuse. The engine
-then computes those tokens, as it would if the copy had failed.
+A load that the server does not plan is refused, and its leader has those tokens computed.
 
 Workers refuse the graphs of a new session until they have pinned its memory. In that time nothing
 is found and nothing is saved either, except for one try a second.
@@ -12,22 +11,19 @@ is found and nothing is saved either, except for one try a second.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kvcore.config import Config
 from kvcore.control.messages import Refused
-from kvcore.errors import CapacityError, TierUnavailable
+from kvcore.errors import CapacityError, TierUnavailable, TransferError
 from kvcore.manager.base import (
     Backing,
     Hit,
     Lane,
     Manager,
-    PreparedLoad,
+    Planned,
     Promise,
     Readiness,
     Room,
@@ -61,15 +57,14 @@ from kvcore.server.segments import RemoteSegments
 from kvcore.server.session import RETRY_S, JoinedSession, SessionKeeper, undone
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import (
-    NO_PARENT,
     OpReport,
     Path,
+    Priority,
     RowError,
     Span,
     TransferGraph,
     UnitTable,
 )
-from kvcore.transfer.plan import Chain, build_load
 
 __all__ = ["RemoteManager", "join_server"]
 
@@ -105,10 +100,9 @@ class RemoteManager(Manager):
         self._coming = b""  # last key of a prompt whose promised blocks the server waits for
         self._pending_clears: set[bytes] | None = set()  # namespaces to clear; None: all
         self._clear_file = PendingClears(keeper.folder, keeper.model)
-        self._refused = itertools.count(1)  # ids of graphs of no session
         self._left: dict[int, set[int]] = {}
         self._host: dict[int, tuple[bytes, int]] = {}
-        """Loads in flight: the last block that each keeps in host memory, and its depth."""
+        """Loads: the last block that each keeps in host memory, and its depth."""
         self._mapped = 0  # the session whose memory every worker is known to have
         self._held_off = 0, 0.0  # the session whose workers were not ready, and until when
         self._on_end: dict[int, Callable[[], object]] = {}
@@ -217,33 +211,7 @@ class RemoteManager(Manager):
         tiers = hit.blocks_by_tier(start, stop)
         return self._room.admits(sum(n for tier, n in tiers.items() if tier != "host"))
 
-    # -- launching ----------------------------------------------------------------------------
-
-    def launch_load(
-        self,
-        hit: Hit,
-        start: int,
-        stop: int,
-        units: Sequence[UnitTable],
-        *,
-        layers: Sequence[Span] = (),
-        deadline_s: float | None = None,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        """Launch a load as `Manager.launch_load` does.
-
-        A load that the server does not plan is one that fails. Raises CapacityError if the server
-        has no slots for it.
-        """
-        reply = self._ask_load(hit, start, stop, layers, deadline_s)
-        if isinstance(reply, Refused) and reply.kind == "capacity":
-            raise CapacityError(reply.message)
-        if not isinstance(reply, LaunchReply) or reply.graph is None:
-            graph = self._failing(hit, start, stop, units, layers)
-            self._launch(graph, on_end, lane)
-            return graph
-        return self._launch_planned(reply.graph, hit, stop, units, on_end, lane)
+    # -- plans --------------------------------------------------------------------------------
 
     @property
     def certain(self) -> bool:
@@ -255,84 +223,52 @@ class RemoteManager(Manager):
         member = self.keeper.member
         return member is not None and member.number == self._mapped
 
-    def prepare_load(
-        self, hit: Hit, start: int, stop: int, *, layers: Sequence[Span] = ()
-    ) -> PreparedLoad:
-        """Have the server plan a load now, as `Manager.prepare_load` does.
-
-        The plan pins the blocks. Raises TierUnavailable if the server does not answer, or no longer
-        holds the blocks.
-        """
-        reply = self._ask_load(hit, start, stop, layers, None)
-        if not isinstance(reply, LaunchReply) or reply.graph is None:
-            why = reply.message if isinstance(reply, Refused) else "it does not answer"
-            raise TierUnavailable(f"the server keeps no blocks {start}..{stop} for a load: {why}")
-        return PreparedLoad(hit, start, stop, tuple(layers), graph=reply.graph)
-
-    def launch_prepared(
-        self,
-        prepared: PreparedLoad,
-        units: Sequence[UnitTable],
-        *,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> TransferGraph:
-        assert prepared.graph is not None
-        return self._launch_planned(
-            prepared.graph, prepared.hit, prepared.stop, units, on_end, lane
-        )
-
-    def drop_prepared(self, prepared: PreparedLoad) -> None:
-        assert prepared.graph is not None
-        reports = undone(prepared.graph, RowError.CANCELLED)
-        self._report_ended(prepared.graph.graph_id, reports)
-
-    def _ask_load(
+    def plan_load(
         self,
         hit: Hit,
-        start: int,
-        stop: int,
-        layers: Sequence[Span],
-        deadline_s: float | None,
-    ) -> LaunchReply | Refused | None:
-        member = self.keeper.member
-        if member is None or not self._is_clear():
+        blocks: Span,
+        *,
+        layers: Sequence[Span] = (),
+        deadline_s: float | None = None,
+    ) -> Planned:
+        """Have the server plan a load, as `Manager.plan_load` does.
+
+        Raises CapacityError if it has no slots, and TierUnavailable if it does not answer, or no
+        longer holds the blocks.
+        """
+        planned = self._ask_load(hit, blocks, layers, deadline_s)
+        if planned is None:
+            raise TierUnavailable(f"the server plans no load of blocks {blocks[0]}..{blocks[1]}")
+        kept = min(hit.in_host, blocks.stop)
+        if kept > blocks.start:  # else it reads and pins nothing in host memory
+            self._host[planned.graph.graph_id] = hit.keys[kept - 1], kept
+        return planned
+
+    def plan_fetch(
+        self,
+        hit: Hit,
+        stop: int | None = None,
+        *,
+        deadline_s: float | None = None,
+        background: bool = False,
+    ) -> Planned | None:
+        """Have the server plan a fetch, as `Manager.plan_fetch` does.
+
+        A fetch in the background is an operator's, who asks the server itself.
+        """
+        stop = hit.depth if stop is None else stop
+        if hit.in_host >= stop:
             return None
-        request = LoadRequest(
-            self._ref(),
-            member.number,
-            join(hit.keys[:stop]),
-            hit.namespace,
-            [(source.tier, source.start, source.stop) for source in hit.sources],
-            start,
-            stop,
-            list(layers),
-            deadline_s,
-        )
-        return self.keeper.ask(request, LaunchReply)
+        return self._ask_load(hit, Span(hit.in_host, stop), (), deadline_s, fetch=True)
 
-    def _failing(
-        self, hit: Hit, start: int, stop: int, units: Sequence[UnitTable], layers: Sequence[Span]
-    ) -> TransferGraph:
-        """Return a load of no session, which every worker refuses."""
-        parent = hit.keys[start - 1] if start else NO_PARENT
-        chain = Chain(hit.namespace, parent, tuple(hit.keys[start:stop]))
-        slots = [0] * (stop - start)
-        return build_load(
-            next(self._refused), chain, slots, (), units, batch_rows=stop - start, layers=layers
-        )
-
-    def launch_save(
+    def plan_save(
         self,
         keys: Sequence[bytes],
         namespace: bytes,
         stop: int,
-        units_of: Callable[[int, int], Sequence[UnitTable] | None],
         tokens: Sequence[int] | None = None,
-        *,
-        lane: Lane | None = None,
-    ) -> TransferGraph | None:
-        """Launch a save as `Manager.launch_save` does.
+    ) -> Planned | None:
+        """Have the server plan a save, as `Manager.plan_save` does.
 
         Nothing is saved while the server does not answer. Blocks that a load in flight reads from
         host memory need no save. The server is then not asked, so that a request that waits for its
@@ -344,21 +280,75 @@ class RemoteManager(Manager):
         reply = self.keeper.ask(
             SaveRequest(self._ref(), member.number, join(keys[:stop]), namespace), LaunchReply
         )
-        if not isinstance(reply, LaunchReply) or reply.graph is None:
-            if not isinstance(reply, LaunchReply):
-                self._metrics.save_skipped(SaveSkip.BUSY, stop)
+        if not isinstance(reply, LaunchReply):
+            self._metrics.save_skipped(SaveSkip.BUSY, stop)
             return None
-        rows = reply.graph.num_rows
-        units = units_of(reply.first, reply.first + rows)
-        if units is None:
-            self._metrics.save_skipped(SaveSkip.ABORTED, rows)
-            self._report_ended(reply.graph.graph_id, undone(reply.graph, RowError.CANCELLED))
-            return None
-        if tokens is not None and member.welcome.wants_tokens:
-            self._publish_tokens(member, keys, reply.first, reply.first + rows, tokens)
-        graph = msgspec.structs.replace(reply.graph, units=tuple(units))
-        self._launch(graph, lane=lane)
+        return _planned(reply, keys, tokens)
+
+    def launch(
+        self,
+        planned: Planned,
+        units: Sequence[UnitTable] = (),
+        *,
+        lane: Lane | None = None,
+        on_end: Callable[[], object] | None = None,
+    ) -> TransferGraph:
+        try:
+            graph = planned.graph.bind(units)
+        except TransferError:
+            self.drop(planned)
+            raise
+        member = self._member_of(graph.graph_id)
+        if planned.tokens is not None and member is not None and member.welcome.wants_tokens:
+            self._publish_tokens(member, planned.keys, planned.blocks, planned.tokens)
+        if on_end is not None:
+            self._on_end[graph.graph_id] = on_end
+        self._left[graph.graph_id] = {op.op_id for op in graph.ops}
+        self.transport.submit(graph, lane)
         return graph
+
+    def drop(self, planned: Planned) -> None:
+        graph = planned.graph
+        if graph.priority is Priority.SAVE:
+            self._metrics.save_skipped(SaveSkip.ABORTED, planned.blocks.size)
+        self._host.pop(graph.graph_id, None)
+        self._report_ended(graph.graph_id, undone(graph, RowError.CANCELLED))
+
+    def _ask_load(
+        self,
+        hit: Hit,
+        blocks: Span,
+        layers: Sequence[Span],
+        deadline_s: float | None,
+        *,
+        fetch: bool = False,
+    ) -> Planned | None:
+        """Ask for a load or a fetch of ``blocks``.
+
+        Returns None if there is nothing to do. Raises as `plan_load` does.
+        """
+        what = f"blocks {blocks.start}..{blocks.stop}"
+        member = self.keeper.member
+        if member is None or not self._is_clear():
+            raise TierUnavailable(f"no server that could load {what} is there")
+        request = LoadRequest(
+            self._ref(),
+            member.number,
+            join(hit.keys[: blocks.stop]),
+            hit.namespace,
+            [(source.tier, source.start, source.stop) for source in hit.sources],
+            *blocks,
+            list(layers),
+            deadline_s,
+            fetch,
+        )
+        reply = self.keeper.ask(request, LaunchReply)
+        if isinstance(reply, Refused):
+            refusal = CapacityError if reply.kind == "capacity" else TierUnavailable
+            raise refusal(f"the server does not load {what}: {reply.message}")
+        if not isinstance(reply, LaunchReply):
+            raise TierUnavailable(f"the server did not answer in time about {what}")
+        return _planned(reply, hit.keys)
 
     @property
     def wants_tokens(self) -> bool:
@@ -369,49 +359,20 @@ class RemoteManager(Manager):
         self,
         member: JoinedSession,
         keys: Sequence[bytes],
-        start: int,
-        stop: int,
+        blocks: Span,
         tokens: Sequence[int],
     ) -> None:
-        """Send the tokens of blocks [start, stop) of a chain, before their save can end."""
+        """Send the tokens of ``blocks`` of a chain, before their save can end."""
         block = self._block_tokens
-        for first in range(start, stop, BLOCKS_A_MESSAGE):
-            last = min(first + BLOCKS_A_MESSAGE, stop)
+        for first in range(*blocks, BLOCKS_A_MESSAGE):
+            last = min(first + BLOCKS_A_MESSAGE, blocks.stop)
             text = pack_tokens(tokens[first * block : last * block])
             self.keeper.link.tell(
                 PublishTokens(self._ref(), member.number, join(keys[first:last]), text)
             )
 
-    def _launch_planned(
-        self,
-        planned: TransferGraph,
-        hit: Hit,
-        stop: int,
-        units: Sequence[UnitTable],
-        on_end: Callable[[], object] | None,
-        lane: Lane | None,
-    ) -> TransferGraph:
-        """Launch a planned load of the last rows of the first ``stop`` blocks of ``hit``."""
-        graph = msgspec.structs.replace(planned, units=tuple(units))
-        kept = min(hit.in_host, stop)
-        if kept > stop - graph.num_rows:  # else it reads and pins nothing in host memory
-            self._host[graph.graph_id] = hit.keys[kept - 1], kept
-        self._launch(graph, on_end, lane)
-        return graph
-
-    def _launch(
-        self,
-        graph: TransferGraph,
-        on_end: Callable[[], object] | None = None,
-        lane: Lane | None = None,
-    ) -> None:
-        if on_end is not None:
-            self._on_end[graph.graph_id] = on_end
-        self._left[graph.graph_id] = {op.op_id for op in graph.ops}
-        self.transport.submit(graph, lane)
-
     def _is_kept(self, keys: Sequence[bytes], stop: int) -> bool:
-        """Return True if a load in flight that has not failed keeps these blocks in host memory."""
+        """Return True if a load that has not failed keeps these blocks in host memory."""
         return any(
             stop <= kept <= len(keys) and keys[kept - 1] == last and self._member_of(graph_id)
             for graph_id, (last, kept) in self._host.items()
@@ -519,6 +480,15 @@ class RemoteManager(Manager):
     def close(self) -> None:
         """Leave the server. The workers must have been closed before."""
         self.keeper.close()
+
+
+def _planned(
+    reply: LaunchReply, keys: Sequence[bytes], tokens: Sequence[int] | None = None
+) -> Planned | None:
+    if reply.graph is None:
+        return None
+    blocks = Span(reply.first, reply.first + reply.graph.num_rows)
+    return Planned(reply.graph, keys, blocks, tokens)
 
 
 def join_server(

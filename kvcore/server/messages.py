@@ -135,7 +135,10 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
 
 
 class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """Plan a load of blocks [start, stop), which a `MatchReply` found at ``sources``."""
+    """Plan a load of blocks [start, stop), which a `MatchReply` found at ``sources``.
+
+    ``fetch`` loads what host memory lacks of the first ``stop`` blocks into host memory alone.
+    """
 
     ref: Ref
     session: Number
@@ -146,6 +149,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     stop: Count
     layers: Annotated[list[Span], Meta(max_length=4096)] = []
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
+    fetch: bool = False
 
 
 class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):

@@ -12,9 +12,8 @@ a read ended.
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,7 +25,7 @@ from kvcore.control.open import make_control
 from kvcore.errors import BlockMissing, FormatError, LayoutError
 from kvcore.index.slots import SlotRun
 from kvcore.manager import HOST, KVManager
-from kvcore.manager.base import Hit, Lane, Promise, Source
+from kvcore.manager.base import Hit, Lane, Planned, Promise, Source
 from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
 from kvcore.memory.hugepages import SharedPages
@@ -58,29 +57,15 @@ from kvcore.server.messages import (
     split,
 )
 from kvcore.server.pending_prefills import PendingPrefills
-from kvcore.server.runtime_dir import GRAPH_BITS, RuntimeDir
+from kvcore.server.runtime_dir import RuntimeDir, graph_number
 from kvcore.server.segments import learn, search
 from kvcore.telemetry.metrics import Data, Metrics, merge
-from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp, UnitTable
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import close_worker, open_tiers
 
-SERVER = 0
-"""The session number of what the server does by itself."""
-
 ReadReplyTo = Callable[[dict[int, RowError]], None]
 """Sends a rank the rows of its read that failed."""
-
-
-class GraphIds(Iterator[int]):
-    """Graph ids that carry their session's number (`kvcore.server.runtime_dir.session_of`)."""
-
-    def __init__(self) -> None:
-        self.session = SERVER
-        self._count = itertools.count(1)
-
-    def __next__(self) -> int:
-        return self.session << GRAPH_BITS | next(self._count) % (1 << GRAPH_BITS)
 
 
 class _NoCopies(DeviceOps):
@@ -121,8 +106,13 @@ class _ReadOp:
 
 @dataclass
 class _Claim:
-    """A session's graph; ``left`` are the ops that have not ended."""
+    """A session's graph; ``left`` are the ops that have not ended.
 
+    ``number`` is its id in the session, which `kvcore.server.runtime_dir.session_of` reads.
+    ``graph`` has the manager's.
+    """
+
+    number: int
     graph: TransferGraph
     session: int
     ranks: int
@@ -137,20 +127,17 @@ class _Claim:
 
 
 class _LocalTransport:
-    """The manager's transport: it runs graphs here, except page copies, which go to a session."""
+    """The manager's transport for what the server does by itself."""
 
     def __init__(self, worker: KVWorker) -> None:
         self.worker = worker
-        self.handed: TransferGraph | None = None
         self.refused: list[OpReport] = []
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
-        if lane is not None:
-            lane(graph)
-        elif any(op.path.touches_device for op in graph.ops):
-            self.handed = graph
-        else:
+        if lane is None:
             self.refused += self.worker.submit(graph)
+        else:
+            lane(graph)
 
     def cancel(self, graph_id: int) -> None:
         self.worker.cancel(graph_id)
@@ -191,15 +178,12 @@ class ModelCache:
         config = config.model_copy(
             update={"host": config.host.model_copy(update={"capacity": share})}
         )
-        self._ids = GraphIds()
         self._claims: dict[int, _Claim] = {}
         self._reading: dict[int, tuple[_Claim, int]] = {}
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
         self._transport = _LocalTransport(self._worker(config, described))
         try:
-            parts = build_manager(
-                config, described, self._transport, ids=self._ids, write_through_in_save=False
-            )
+            parts = build_manager(config, described, self._transport, write_through_in_save=False)
             if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
@@ -364,19 +348,13 @@ class ModelCache:
             raise FormatError(f"layers {layers} of {self.model.layers}")
         if keys[asked.stop - 1] in self.manager.index:  # else the match has gone stale
             self._check_chain(keys[: asked.stop], asked.stop, asked.namespace)
-        self._ids.session = asked.session
-        try:
-            graph = self.manager.launch_load(
-                hit,
-                asked.start,
-                asked.stop,
-                [_no_places(asked.stop - asked.start)],
-                layers=layers,
-                deadline_s=asked.deadline_s,
+        if asked.fetch:
+            planned = self.manager.plan_fetch(hit, asked.stop, deadline_s=asked.deadline_s)
+        else:
+            planned = self.manager.plan_load(
+                hit, Span(asked.start, asked.stop), layers=layers, deadline_s=asked.deadline_s
             )
-        finally:
-            self._ids.session = SERVER
-        return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), asked.start)
+        return self._lend(planned, asked, ranks)
 
     def _sources(self, asked: LoadRequest, blocks: int) -> tuple[Source, ...]:
         """Return the sources of a request.
@@ -411,30 +389,23 @@ class ModelCache:
         held = self.manager.index.held(HOST, keys)
         if held < len(keys):
             self._check_chain(keys, held, asked.namespace)
-        first = 0
+        planned = self.manager.plan_save(keys, asked.namespace, len(keys))
+        return self._lend(planned, asked, ranks)
 
-        def units_of(start: int, stop: int) -> list[UnitTable]:
-            nonlocal first
-            first = start
-            return [_no_places(stop - start)]
-
-        self._ids.session = asked.session
-        try:
-            graph = self.manager.launch_save(keys, asked.namespace, len(keys), units_of)
-        finally:
-            self._ids.session = SERVER
-        if graph is None:
-            return LaunchReply(asked.ref, None)
-        return LaunchReply(asked.ref, self._claim(graph, asked.session, ranks), first)
-
-    def _claim(self, graph: TransferGraph, session: int, ranks: int) -> TransferGraph:
+    def _lend(
+        self, planned: Planned | None, asked: LoadRequest | SaveRequest, ranks: int
+    ) -> LaunchReply:
         """Record whose graph it is, and return it in the form that goes to the session."""
-        assert self._transport.handed is graph, "a launch makes one graph for its session"
-        self._transport.handed = None
+        if planned is None:
+            return LaunchReply(asked.ref, None)
+        graph = planned.graph
+        self.manager.lend(planned)
+        number = graph_number(asked.session, graph.graph_id)
         reads = {op.op_id: _ReadOp() for op in graph.ops if op.path.reads_tier}
         ops = {op.op_id for op in graph.ops}
-        self._claims[graph.graph_id] = _Claim(graph, session, ranks, ops, reads)
-        return msgspec.structs.replace(graph, units=())
+        self._claims[number] = _Claim(number, graph, asked.session, ranks, ops, reads)
+        theirs = msgspec.structs.replace(graph, graph_id=number)
+        return LaunchReply(asked.ref, theirs, planned.blocks.start)
 
     # -- what ends ----------------------------------------------------------------------------
 
@@ -461,7 +432,7 @@ class ModelCache:
     def _finish(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         claim.left.discard(op_id)
         if not claim.left:
-            del self._claims[claim.graph.graph_id]
+            del self._claims[claim.number]
         self.manager.complete(OpReport(claim.graph.graph_id, op_id, failed))
 
     def read(self, session: int, graph_id: int, op_id: int, rank: int, tell: ReadReplyTo) -> None:
@@ -486,7 +457,8 @@ class ModelCache:
 
     def _begin(self, claim: _Claim, op_id: int, read: _ReadOp) -> None:
         op = msgspec.structs.replace(claim.op(op_id), op_id=0, deps=())
-        alone = msgspec.structs.replace(claim.graph, graph_id=next(self._ids), ops=(op,), units=())
+        number = next(self.manager.flights.ids)
+        alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,))
         read.running = True
         self._reading[alone.graph_id] = claim, op_id
         self._transport.submit(alone)
@@ -549,8 +521,3 @@ class ModelCache:
             self._segments.close()
         for release in self._releases:
             release()
-
-
-def _no_places(rows: int) -> UnitTable:
-    """Return a stand-in for the engine's pages, which only the session knows."""
-    return UnitTable(1, 1, bytes(8 * rows))

@@ -91,5 +91,5 @@ class RemoteIndex:
 
 def _not_served(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} with a kvcore server; supported is `prepare_load`: unset server.address"
+        f"{what} with a kvcore server; supported is `plan_load`: unset server.address"
     )

@@ -53,9 +53,14 @@ _MAX_NBYTES = 1 << 16
 _FILE_NAME = re.compile(r"(session|arena)-[0-9]+")
 
 
-def session_of(graph_id: int) -> int:
-    """Return the session that a graph belongs to; 0 for graphs of no session."""
-    return graph_id >> GRAPH_BITS
+def graph_number(session: int, graph_id: int) -> int:
+    """Return the id that a graph of the server's manager has in a session."""
+    return session << GRAPH_BITS | graph_id % (1 << GRAPH_BITS)
+
+
+def session_of(number: int) -> int:
+    """Return the session of a graph by its `graph_number`; 0 for graphs of no session."""
+    return number >> GRAPH_BITS
 
 
 def address_of(config: ServerConfig) -> str:

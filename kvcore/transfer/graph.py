@@ -13,6 +13,7 @@ the transfer engine of each worker runs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -163,6 +164,20 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
         """True if a unit is copied. A load into host memory alone has unit tables, all ``SKIP``."""
         return any((table.array() != SKIP).any() for table in self.units)
 
+    @property
+    def touches_device(self) -> bool:
+        """True if an op copies to or from the device."""
+        return any(op.path.touches_device for op in self.ops)
+
+    def bind(self, units: Sequence[UnitTable]) -> TransferGraph:
+        """Return the graph with device places for its rows: a table for each group of layers.
+
+        Raises TransferError unless the result is well formed; see `check`.
+        """
+        bound = msgspec.structs.replace(self, units=tuple(units))
+        bound.check()
+        return bound
+
     def parent_of(self, row: int) -> bytes:
         """Return the key of the block before ``row``."""
         return self.keys[row - 1] if row else self.parent
@@ -173,9 +188,10 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
         Ops may depend only on ops listed before them. This makes cycles impossible, and any order
         of execution that respects ``deps`` valid.
 
-        A graph is checked twice on purpose. The planner checks it because the unit tables come from
-        an adapter: the adapter's call then fails, and nothing is sent. Each worker's engine checks
-        it because the graph came from another process, and a bad slot would overwrite memory.
+        A graph is checked twice on purpose. The leader checks it when it binds unit tables, which
+        come from an adapter: the adapter's call then fails, and nothing is sent. Each worker's
+        engine checks it because it came from another process, and a bad slot would overwrite
+        memory.
         """
         rows = self.num_rows
         if not (len(self.host_slots) == len(self.tier_slots) == rows):

@@ -9,6 +9,8 @@ the prefix chain, because every tier holds a prefix-closed set:
            layer      by batch       by batch
 
 A tier whose blocks bypass host memory is read by DISK2D instead, and copied on by D2D.
+
+A planned graph has no unit tables: the engine's pages are bound to it when it is launched.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from kvcore.transfer.graph import (
     Span,
     TransferGraph,
     TransferOp,
-    UnitTable,
 )
 
 
@@ -95,16 +96,12 @@ class _Ops:
         chain: Chain,
         host_slots: Sequence[int],
         tier_slots: Sequence[int],
-        units: Sequence[UnitTable] = (),
         deadline_s: float | None = None,
         nodes: tuple[str, ...] = (),
         staged: Sequence[int] = (),
     ) -> TransferGraph:
-        """Return a graph of the ops so far, checked before it is launched.
-
-        See `TransferGraph.check` for why each worker checks it again.
-        """
-        graph = TransferGraph(
+        """Return a graph of the ops so far, without unit tables."""
+        return TransferGraph(
             graph_id,
             priority,
             chain.namespace,
@@ -112,14 +109,12 @@ class _Ops:
             chain.keys,
             tuple(host_slots),
             tuple(tier_slots),
-            tuple(units),
+            (),
             tuple(self.ops),
             deadline_s,
             nodes,
             tuple(staged),
         )
-        graph.check()
-        return graph
 
 
 def build_load(
@@ -127,7 +122,6 @@ def build_load(
     chain: Chain,
     host_slots: Sequence[int],
     sources: Sequence[TierRows],
-    units: Sequence[UnitTable],
     *,
     batch_rows: int,
     layers: Sequence[Span] = (),
@@ -166,7 +160,6 @@ def build_load(
         chain,
         host_slots,
         tier_slots,
-        units,
         deadline_s=deadline_s,
         nodes=nodes,
         staged=staged,
@@ -180,10 +173,11 @@ def build_fetch(
     sources: Sequence[TierRows],
     *,
     batch_rows: int,
+    priority: Priority = Priority.LOAD,
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
 ) -> TransferGraph:
-    """Plan reads of ``chain`` into the host arena only, behind everything that a request waits for.
+    """Plan reads of ``chain`` into the host arena only.
 
     Every row is in one of the sources. See `TransferGraph` for ``nodes``.
     """
@@ -195,7 +189,7 @@ def build_fetch(
             ops.add(source.path, rows, tier=source.tier)
     return ops.graph(
         graph_id,
-        Priority.SPILL,
+        priority,
         chain,
         host_slots,
         tier_slots,
@@ -208,7 +202,6 @@ def build_save(
     graph_id: int,
     chain: Chain,
     host_slots: Sequence[int],
-    units: Sequence[UnitTable],
     sink: TierRows | None,
     *,
     batch_rows: int,
@@ -219,9 +212,7 @@ def build_save(
     """
     ops = _Ops()
     copied = ops.add(Path.D2H, Span(0, len(chain.keys)))
-    return _with_sink(
-        graph_id, Priority.SAVE, chain, host_slots, units, sink, ops, (copied,), batch_rows
-    )
+    return _with_sink(graph_id, Priority.SAVE, chain, host_slots, sink, ops, (copied,), batch_rows)
 
 
 def build_spill(
@@ -233,7 +224,7 @@ def build_spill(
     batch_rows: int,
 ) -> TransferGraph:
     """Plan a write of host blocks to a backing tier."""
-    return _with_sink(graph_id, Priority.SPILL, chain, host_slots, (), sink, _Ops(), (), batch_rows)
+    return _with_sink(graph_id, Priority.SPILL, chain, host_slots, sink, _Ops(), (), batch_rows)
 
 
 def _with_sink(
@@ -241,7 +232,6 @@ def _with_sink(
     priority: Priority,
     chain: Chain,
     host_slots: Sequence[int],
-    units: Sequence[UnitTable],
     sink: TierRows | None,
     ops: _Ops,
     deps: tuple[int, ...],
@@ -252,4 +242,4 @@ def _with_sink(
         tier_slots[sink.rows.start : sink.rows.stop] = sink.slots
         for rows in batches(sink.rows, batch_rows):
             ops.add(sink.path, rows, tier=sink.tier, deps=deps)
-    return ops.graph(graph_id, priority, chain, host_slots, tier_slots, units)
+    return ops.graph(graph_id, priority, chain, host_slots, tier_slots)

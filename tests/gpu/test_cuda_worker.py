@@ -40,6 +40,7 @@ from support.gpu_rig import (
     table,
     wait_for_device,
 )
+from support.transfers import load_blocks, save_blocks
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -80,7 +81,7 @@ def come_back(rig: Rig, count: int, seed: int) -> None:
     shuffled = np.random.default_rng(seed).permutation(PAGES)
     home, away = shuffled[:count], shuffled[count : 2 * count]
     chain, expected = keys(count, seed), fill(pages, home)
-    graph = manager.launch_save(chain, NAMESPACE, count, lambda a, b: table(home[a:b]))
+    graph = save_blocks(manager, chain, NAMESPACE, count, lambda a, b: table(home[a:b]))
     assert manager.wait(graph.graph_id, 60)
     for tier in (HOST, "disk"):
         if tier == "disk":
@@ -91,7 +92,7 @@ def come_back(rig: Rig, count: int, seed: int) -> None:
         # Work of the compute stream that a load must wait for, or it overwrites what was loaded.
         keep_busy()
         poison(pages, away)
-        load = manager.launch_load(hit, 0, count, table(away), layers=layer_steps(SHAPE.layers))
+        load = load_blocks(manager, hit, 0, count, table(away), layers=layer_steps(SHAPE.layers))
         assert manager.wait(load.graph_id, 60)
         assert_hold(pages, away, expected)
     assert_hold(pages, home, expected)
@@ -109,12 +110,12 @@ def test_a_save_reads_what_the_forward_wrote(rig: Rig) -> None:
     for i, layer in enumerate(pages):
         layer[place] = float(i + 1)
     chain = keys(64, 2)
-    graph = manager.launch_save(chain, NAMESPACE, 64, lambda a, b: table(place[a:b]))
+    graph = save_blocks(manager, chain, NAMESPACE, 64, lambda a, b: table(place[a:b]))
     assert manager.wait(graph.graph_id, 60)
     for layer in pages:
         layer[place] = 0
     hit = manager.get_match(chain, NAMESPACE)
-    load = manager.launch_load(hit, 0, 64, table(place))
+    load = load_blocks(manager, hit, 0, 64, table(place))
     assert manager.wait(load.graph_id, 60)
     wait_for_device()
     assert all(bool((layer[place] == i + 1).all()) for i, layer in enumerate(pages))
@@ -126,11 +127,11 @@ def test_pages_written_after_the_save_read_them_are_free(rig: Rig) -> None:
     place, other = np.arange(0, 128), np.arange(200, 328)
     expected, chain = fill(pages, place), keys(128, 4)
     keep_busy()
-    graph = manager.launch_save(chain, NAMESPACE, 128, lambda a, b: table(place[a:b]))
+    graph = save_blocks(manager, chain, NAMESPACE, 128, lambda a, b: table(place[a:b]))
     manager.transport.worker.wait_device(graph.graph_id)
     poison(pages, place)
     assert manager.wait(graph.graph_id, 60)
-    load = manager.launch_load(manager.get_match(chain, NAMESPACE), 0, 128, table(other))
+    load = load_blocks(manager, manager.get_match(chain, NAMESPACE), 0, 128, table(other))
     assert manager.wait(load.graph_id, 60)
     assert_hold(pages, other, expected)
 
@@ -161,13 +162,13 @@ def test_rates(rig: Rig) -> None:
     chain = keys(200, 3)
     nbytes = 200 * SHAPE.nbytes
     started = time.perf_counter()
-    graph = manager.launch_save(chain, NAMESPACE, 200, lambda a, b: table(place[a:b]))
+    graph = save_blocks(manager, chain, NAMESPACE, 200, lambda a, b: table(place[a:b]))
     manager.transport.worker.wait_device(graph.graph_id)
     saved = time.perf_counter() - started
     assert manager.wait(graph.graph_id, 60)
     hit = manager.get_match(chain, NAMESPACE)
     started = time.perf_counter()
-    load = manager.launch_load(hit, 0, 200, table(place))
+    load = load_blocks(manager, hit, 0, 200, table(place))
     assert manager.wait(load.graph_id, 60)
     loaded = time.perf_counter() - started
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=IS_GPU)

@@ -35,6 +35,7 @@ from kvcore.transfer.graph import (
     UnitTable,
 )
 from kvcore.transfer.plan import layer_steps
+from support.transfers import load_blocks, save_blocks
 
 NAMESPACE = b"n" * 16
 
@@ -203,11 +204,12 @@ class ManagerRig:
                 self.media.device[unit] = key
             return tables
 
-        return self.manager.launch_save(keys, NAMESPACE, len(keys), computed)
+        return save_blocks(self.manager, keys, NAMESPACE, len(keys), computed)
 
     def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> int | None:
         hit = self.manager.get_match(keys, NAMESPACE)
-        return self.manager.loader.prefetch(hit, on_end=on_end)
+        planned = self.manager.plan_fetch(hit)
+        return None if planned is None else self.manager.launch(planned, on_end=on_end).graph_id
 
     def load(self, keys: list[bytes], start: int = 0) -> TransferGraph | None:
         hit = self.manager.get_match(keys, NAMESPACE)
@@ -215,7 +217,7 @@ class ManagerRig:
         if hit.depth <= start or not ready:
             return None
         tables = self.units(hit.depth - start)
-        return self.manager.launch_load(hit, start, hit.depth, tables, layers=layer_steps(4))
+        return load_blocks(self.manager, hit, start, hit.depth, tables, layers=layer_steps(4))
 
     def drain(self, seed: int = 0) -> None:
         self.media.drain(self.manager, random.Random(seed))

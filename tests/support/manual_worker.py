@@ -93,12 +93,12 @@ class ManualRig(GpuRank):
 
     def load(self, graph_id: int, page: int, slot: int, *, by_layer: bool = True) -> TransferGraph:
         steps = layer_steps(SHAPE.layers, growth=1) if by_layer else ()
-        return build_load(
-            graph_id, chain(), [slot], [], self.units([page]), batch_rows=1, layers=steps
+        return build_load(graph_id, chain(), [slot], [], batch_rows=1, layers=steps).bind(
+            self.units([page])
         )
 
     def save(self, graph_id: int, page: int, slot: int) -> TransferGraph:
-        return build_save(graph_id, chain(), [slot], self.units([page]), None, batch_rows=1)
+        return build_save(graph_id, chain(), [slot], None, batch_rows=1).bind(self.units([page]))
 
     def submit(self, *graphs: TransferGraph) -> None:
         for graph in graphs:

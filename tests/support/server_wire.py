@@ -13,6 +13,7 @@ from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager, join_server
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, UnitTable
+from support.transfers import save_blocks
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
 MODEL = m.Model.of(SHAPE, b"fingerprint-0001")
@@ -34,6 +35,6 @@ def join(config: Config, model: ModelDescription = DESCRIBED) -> tuple[RemoteMan
 
 
 def save(manager: RemoteManager, names: list[bytes], space: bytes = SPACE) -> None:
-    graph = manager.launch_save(names, space, len(names), units)
+    graph = save_blocks(manager, names, space, len(names), units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))

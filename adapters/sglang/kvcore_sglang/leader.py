@@ -29,11 +29,11 @@ from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
-from kvcore.manager.base import HOST, Hit, Lane, PreparedLoad, Source
+from kvcore.manager.base import HOST, Hit, Lane, Planned, Source
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 from kvcore.worker import refuse
 from kvcore_sglang.books import Asked, Offer, Tokens
 from kvcore_sglang.fusion_scheduler import Asking, SglangFusionScheduler
@@ -255,21 +255,21 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         if self.disabled or asked is None or asked.stop != asked.device_tokens + len(slots):
             return order
         exact = asked.exact - asked.device_tokens
-        prepared = None
+        planned = None
         try:
             if exact > 0:
-                prepared = self._prepare(asked)
+                planned = self._plan_exact(asked)
         except KVCoreError as error:
             _log.debug("request=%s is computed: %s", rid, error)
             self.recorder.failed(rid, asked.tokens - asked.device_tokens)
             return order
         if not self._chunks_are_there(asked):
-            if prepared is not None:
-                self.manager.drop_prepared(prepared)
+            if planned is not None:
+                self.manager.drop(planned)
             self.recorder.failed(rid, asked.tokens - asked.device_tokens)
             return order
-        if prepared is not None:
-            self._load(rid, asked, prepared, slots[:exact], order.graphs.append)
+        if planned is not None:
+            self._load(rid, asked, planned, slots[:exact], order.graphs.append)
         if asked.plan is not None:
             assert self._fusion is not None
             assert asked.asking is not None
@@ -280,15 +280,15 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self._count_hit(rid, asked, exact)
         return order
 
-    def _prepare(self, asked: Asked) -> PreparedLoad:
-        """Pin the exact blocks of the last lookup for a load.
+    def _plan_exact(self, asked: Asked) -> Planned:
+        """Plan the load of the exact blocks of the last lookup.
 
         Raises KVCoreError if they are no longer in host memory.
         """
         keys, digest = asked.chain.keys, asked.chain.namespace.digest
         first, last = self._blocks(asked.device_tokens, asked.exact)
         hit = Hit(keys[:last], digest, (Source(HOST, 0, last),))
-        return self.manager.prepare_load(hit, first, last, layers=self._layer_steps)
+        return self.manager.plan_load(hit, Span(first, last), layers=self._layer_steps)
 
     def _chunks_are_there(self, asked: Asked) -> bool:
         """Return True if the chunks of the last lookup's blend are still in host memory."""
@@ -300,16 +300,14 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self,
         rid: str,
         asked: Asked,
-        prepared: PreparedLoad,
+        planned: Planned,
         slots: npt.NDArray[np.int64],
         lane: Lane,
     ) -> None:
         before = np.full(asked.device_tokens // self._page, NO_PAGE, dtype=np.int64)
         pages = np.concatenate([before, slots[:: self._page] // self._page]).tolist()
-        units = self._paging.units([pages], prepared.start, prepared.stop, asked.device_tokens)
-        graph = self.manager.launch_prepared(
-            prepared, units, on_end=lambda: self._loaded(graph), lane=lane
-        )
+        units = self._paging.units([pages], *planned.blocks, asked.device_tokens)
+        graph = self.manager.launch(planned, units, on_end=lambda: self._loaded(graph), lane=lane)
         self._send()
         self._loading[graph.graph_id] = rid
 

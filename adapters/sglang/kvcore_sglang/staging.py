@@ -171,15 +171,12 @@ class Staging:
                 wait.unsettled |= ready is Readiness.LATER
                 return
             try:
-                self._manager.launch_load(
-                    hit,
-                    start,
-                    stop,
-                    self._paging.no_units(start, stop),
-                    deadline_s=self._deadline_s,
-                )
-            except KVCoreError as error:  # no room, or an earlier load evicted its blocks
+                planned = self._manager.plan_fetch(hit, stop, deadline_s=self._deadline_s)
+            except KVCoreError as error:  # an earlier load evicted its blocks
                 _log.debug("nothing staged: %s", error)
                 return
+            if planned is None:
+                return
+            self._manager.launch(planned)
             self._send()
         wait.ways[hit.keys[stop - 1]] = Way(hit.keys[:stop], hit.namespace)

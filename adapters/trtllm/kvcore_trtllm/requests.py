@@ -13,7 +13,7 @@ from kvcore._util.log_limit import LogLimit
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.fusion.options import FusionOptions
-from kvcore.manager.base import HOST, Hit, Manager, PreparedLoad, Source
+from kvcore.manager.base import HOST, Hit, Manager, Planned, Source
 from kvcore.model.identity import Namespaces, lora_identity, lora_stamp
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.transfer.graph import Span
@@ -32,7 +32,7 @@ class _Adapter(NamedTuple):
 
 @dataclass
 class Promise:
-    """Tokens [start_token, stop_token) that the engine counts on, and their prepared load.
+    """Tokens [start_token, stop_token) that the engine counts on, and their planned load.
 
     ``parked`` is True if the request waits for them outside the batch.
     """
@@ -40,7 +40,7 @@ class Promise:
     start_token: int
     stop_token: int
     parked: bool
-    load: PreparedLoad
+    load: Planned
 
 
 @dataclass
@@ -109,17 +109,17 @@ class Tracked:
 
 def keep(
     manager: Manager, chain: KeyChain, blocks: tuple[int, int], layers: Sequence[Span]
-) -> PreparedLoad | None:
-    """Pin blocks [first, last) of a chain in host memory for a promise.
+) -> Planned | None:
+    """Plan the load of blocks [first, last) of a chain from host memory for a promise.
 
-    Returns None if the blocks cannot be pinned, or if a worker has not mapped a server's memory.
+    Returns None if the blocks are not there, or if a worker has not mapped a server's memory.
     """
     if not manager.certain:
         return None
     first, last = blocks
     hit = Hit(chain.keys, chain.namespace.digest, (Source(HOST, 0, last),))
     try:
-        return manager.prepare_load(hit, first, last, layers=layers)
+        return manager.plan_load(hit, Span(first, last), layers=layers)
     except KVCoreError as error:
         _log.debug("nothing is promised: %s", error)
         return None

@@ -36,7 +36,7 @@ from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data, MissReason
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitTable
 from kvcore.worker import refuse
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
@@ -193,7 +193,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             request.plan = plan
             return self._promise_blend(self._fusion, tracked, request, plan)
         if tracked.promise is not None:
-            self.manager.drop_prepared(tracked.promise.load)
+            self.manager.drop(tracked.promise.load)
             tracked.promise = None
         return 0
 
@@ -264,26 +264,26 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     def _stage(self, hit: Hit, last: int) -> int | None:
         """Launch a load of blocks up to ``last`` into host memory only; returns its graph's id.
 
-        The load has at least one block, so that the workers map a server's memory. Returns None if
-        there is no room.
+        Returns None if there is no room. If all blocks are there, the last is loaded into no page:
+        that makes the workers map a server's memory.
         """
-        start = min(hit.in_host, last - 1)
-        if self.manager.can_load(hit, start, last) is not Readiness.READY:
+        first = min(hit.in_host, last - 1)
+        if self.manager.can_load(hit, first, last) is not Readiness.READY:
             return None
-        units = self._paging.no_units(start, last)
+        units: Sequence[UnitTable] = ()
         try:
-            graph = self.manager.launch_load(
-                hit,
-                start,
-                last,
-                units,
-                deadline_s=self._deadline_s,
-                lane=self._lane or self._plan.spills.append,
-            )
-        except KVCoreError as error:  # no room, or an earlier load evicted its blocks
+            if hit.in_host < last:
+                planned = self.manager.plan_fetch(hit, last, deadline_s=self._deadline_s)
+            else:
+                units = self._paging.units([()] * len(self._model.groups), first, last)
+                planned = self.manager.plan_load(hit, Span(first, last))
+        except KVCoreError as error:  # an earlier load evicted its blocks
             _log.debug("nothing staged: %s", error)
             return None
-        return graph.graph_id
+        if planned is None:
+            return None
+        lane = self._lane or self._plan.spills.append
+        return self.manager.launch(planned, units, lane=lane).graph_id
 
     def allocated(self, request: Any, pages: PageTables) -> None:
         """Note the allocated pages of a request, and plan its load if it parks."""
@@ -321,8 +321,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         check_pages(self._model.groups, promise.start_token, promise.stop_token, pages)
         first, last = self._blocks(promise.start_token, promise.stop_token)
         units = self._paging.units(pages, first, last, promise.start_token)
-        tracked.promise = None  # no longer prepared, even if the launch fails
-        graph = self.manager.launch_prepared(promise.load, units, lane=lane)
+        tracked.promise = None  # its plan is used up, even if the launch fails
+        graph = self.manager.launch(promise.load, units, lane=lane)
         self._use(graph)
         self._using[graph.graph_id] = Use(tracked.request_id, writes=True)
         _log.debug(
@@ -562,7 +562,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         tracked = self._requests.pop(request_id, None)
         self._lost.discard(request_id)
         if tracked is not None and tracked.promise is not None:
-            self.manager.drop_prepared(tracked.promise.load)
+            self.manager.drop(tracked.promise.load)
 
     def _collect(self) -> None:
         """Drop requests without news for `FORGET_AFTER` steps: aborts are not reported."""

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvcore.connector.fusion_chunks import worth_fetching
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
@@ -25,7 +23,6 @@ from kvcore.errors import KVCoreError
 from kvcore.fusion.options import FusionOptions, fusion_options
 from kvcore.manager import Hit
 from kvcore.manager.base import Lane
-from kvcore.transfer.graph import SKIP, UnitTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -101,22 +98,20 @@ class VllmFusionScheduler(FusionScheduler):
             if self.manager.coming(hit, stop):
                 fusing.joined.append((hit.keys[:stop], hit.namespace))
                 continue
-            start = hit.in_host
-            skip = UnitTable.of(np.full((stop - start, 1), SKIP), block)
             ended: list[int] = []
 
             def end(ended: list[int] = ended) -> None:
-                fusing.fetching.difference_update(ended)  # empty if the launch failed
+                fusing.fetching.difference_update(ended)
 
             try:
-                graph = self.manager.launch_load(
-                    hit, start, stop, [skip], deadline_s=deadline_s, on_end=end, lane=lane
-                )
-            except KVCoreError as error:  # no room, or an earlier fetch evicted its blocks
+                planned = self.manager.plan_fetch(hit, stop, deadline_s=deadline_s)
+            except KVCoreError as error:  # an earlier fetch evicted its blocks
                 _log.info("a chunk is not fetched into host memory: %s", error)
                 continue
-            ended.append(graph.graph_id)
-            fusing.fetching.add(graph.graph_id)
+            if planned is not None:
+                graph = self.manager.launch(planned, on_end=end, lane=lane)
+                ended.append(graph.graph_id)
+                fusing.fetching.add(graph.graph_id)
 
     def waits(self, fusing: VllmFusionRequest) -> bool:
         """Return True if blocks are being loaded into host memory and the deadline is ahead."""

@@ -41,7 +41,7 @@ from kvcore.manager.load_policy import Action
 from kvcore.model.ingredients import MediaIdentity
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
-from kvcore.transfer.graph import TransferGraph
+from kvcore.transfer.graph import Span, TransferGraph
 from kvcore_vllm.due import DueRequests, decode_run
 from kvcore_vllm.fences import readers_of
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
@@ -303,9 +303,10 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         if not offer.in_step:
             layers, deadline_s = (), tracked.memo.deadline_s(self._deadline_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
-        graph = self.manager.launch_load(
-            tracked.hit, first, last, units, layers=layers, deadline_s=deadline_s, lane=lane
+        planned = self.manager.plan_load(
+            tracked.hit, Span(first, last), layers=layers, deadline_s=deadline_s
         )
+        graph = self.manager.launch(planned, units, lane=lane)
         if not offer.in_step:
             tracked.load = graph.graph_id
         self._load_pages += self._paging.pages_of(units)
@@ -335,9 +336,9 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
             first, last = self._blocks(offer.start, offer.exact)
             units = self._paging.units(pages, first, last, offer.start)
             lane = self._lane_of(tracked.request.request_id, self._plan.blend_loads)
-            self.manager.launch_load(
-                tracked.hit, first, last, units, layers=fusion.layer_steps, lane=lane
-            )
+            blocks = Span(first, last)
+            planned = self.manager.plan_load(tracked.hit, blocks, layers=fusion.layer_steps)
+            self.manager.launch(planned, units, lane=lane)
             self._load_pages += self._paging.pages_of(units)
             tracked.reused[HOST] = tracked.load_tokens
         self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages[group.index]))

@@ -174,8 +174,8 @@ MISTAKES = (
         name="a-leaked-pin",
         breaks="A load that cannot be planned keeps its source blocks pinned for ever.",
         commit="520663e9",
-        file="kvcore/manager/loader.py",
-        old="        except KVCoreError:\n            self._flights.release(flight)\n",
+        file="kvcore/manager/inflight.py",
+        old="        except KVCoreError:\n            self.release(flight)\n",
         new="        except KVCoreError:\n",
         found_by=(
             "tests/unit/manager/test_manager.py::"

@@ -33,7 +33,7 @@ from kvcore.manager.load_policy import (
 )
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
-from kvcore.transfer.graph import Path, UnitTable
+from kvcore.transfer.graph import Path, Span, UnitTable
 from kvcore.transfer.plan import layer_steps
 
 __all__ = ["Outcome", "Scenario", "Way", "simulate"]
@@ -242,14 +242,13 @@ class _Machine:
             self._enqueue(job)
             return
         try:
-            self.manager.launch_load(
-                hit, 0, blocks, self._places(blocks), on_end=lambda: self._enqueue(job)
-            )
+            planned = self.manager.plan_load(hit, Span(0, blocks))
         except CapacityError:
             job.loaded = 0
             self._missed(MissReason.BUSY)
             self._enqueue(job)
             return
+        self.manager.launch(planned, self._places(blocks), on_end=lambda: self._enqueue(job))
         self._found(hit, stop)
 
     def _found(self, hit: Hit, stop: int) -> None:
@@ -308,7 +307,8 @@ class _Machine:
             self._missed(MissReason.NOT_CACHED)
             return 0.0
         self._found(hit, job.loaded)
-        self.manager.launch_load(hit, 0, blocks, self._places(blocks))
+        planned = self.manager.plan_load(hit, Span(0, blocks))
+        self.manager.launch(planned, self._places(blocks))
         return self._rates.load_seconds(HOST, blocks * self._scenario.block_bytes, 1)
 
     def _prefilled(self, job: _Job) -> None:
@@ -317,12 +317,9 @@ class _Machine:
         outcome.tokens += request.tokens
         outcome.first_token.append(self.clock.now - job.arrived)
         outcome.prefill_alone += self._rates.prefill_seconds(request.tokens, 0)
-        self.manager.launch_save(
-            request.keys,
-            NAMESPACE,
-            len(request.keys),
-            lambda start, stop: self._places(stop - start),
-        )
+        planned = self.manager.plan_save(request.keys, NAMESPACE, len(request.keys))
+        if planned is not None:
+            self.manager.launch(planned, self._places(planned.blocks.size))
         self._next()
 
 

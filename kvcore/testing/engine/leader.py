@@ -25,7 +25,7 @@ from kvcore.config import Config
 from kvcore.connector.disagg import accepted, promised
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
-from kvcore.errors import CapacityError
+from kvcore.errors import CapacityError, KVCoreError, TierUnavailable
 from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Promise
 from kvcore.manager.load_advisor import PlanMemo
@@ -37,7 +37,7 @@ from kvcore.telemetry.metrics import MissReason
 from kvcore.testing.engine.fusing import Order, ReferenceFusionScheduler
 from kvcore.testing.engine.requests import Request, State
 from kvcore.testing.engine.transport import DirectTransport
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.graph import OpReport, Span, TransferGraph
 
 __all__ = ["NO_PAGE", "Leader", "Lookup"]
 
@@ -235,21 +235,17 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         """
         if set(hit.blocks_by_tier(start, stop)) <= {HOST}:
             return
-        start = hit.in_host
         ended: list[int] = []
         try:
-            graph = self.manager.launch_load(
-                hit,
-                start,
-                stop,
-                self._paging.no_units(start, stop),
-                deadline_s=self._deadline_s,
-                on_end=lambda: tracked.fetching.difference_update(ended),
-            )
-        except CapacityError:
+            planned = self.manager.plan_fetch(hit, stop, deadline_s=self._deadline_s)
+        except KVCoreError:  # an earlier fetch evicted its blocks
             return
-        ended.append(graph.graph_id)
-        tracked.fetching.add(graph.graph_id)
+        if planned is not None:
+            graph = self.manager.launch(
+                planned, on_end=lambda: tracked.fetching.difference_update(ended)
+            )
+            ended.append(graph.graph_id)
+            tracked.fetching.add(graph.graph_id)
 
     def start(self, request: Request, found: Lookup) -> None:
         """Launch the load into the request's allocated pages, or order the blend that fills them.
@@ -279,17 +275,19 @@ class Leader(SchedulerCore[ReferenceFusionScheduler]):
         small = (last - first) * self._model.shape.nbytes <= self._config.transfer.sync_load_max
         in_step = in_step or (tiers <= {HOST} and small)
         try:
-            graph = self.manager.launch_load(
+            planned = self.manager.plan_load(
                 hit,
-                first,
-                last,
-                self._paging.units([request.pages], first, last, start),
+                Span(first, last),
                 layers=self._layer_steps if in_step else (),
                 deadline_s=None if in_step else found.deadline_s or self._deadline_s,
             )
         except CapacityError:  # no host slots to load through: the engine computes
             assert not in_step, "a load from host memory needs no slots"
             return
+        except TierUnavailable:  # the server is gone, or lost the blocks
+            return
+        units = self._paging.units([request.pages], first, last, start)
+        graph = self.manager.launch(planned, units)
         self._use(graph)
         self._loads[graph.graph_id] = _Load(request, stop)
         request.reused = self._by_tier(hit, start, stop)

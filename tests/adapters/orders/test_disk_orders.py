@@ -101,11 +101,11 @@ def test_a_read_that_does_not_wait_for_the_place_is_found(waits: bool, tmp_path:
             rank.replay({}, {page: page + 1 for page in range(4)})
             sink = TierRows(rank.tier, Way.H2DISK, Span(0, 4), range(4))
             units = rank.units(range(4))
-            rank.worker.submit(build_save(1, chain, range(4), units, sink, batch_rows=4))
+            rank.worker.submit(build_save(1, chain, range(4), sink, batch_rows=4).bind(units))
             assert rank.worker.engine.wait(1, 60)
             source = TierRows(rank.tier, Way.DISK2D, Span(0, 4), range(4))
-            graph = build_load(
-                2, chain, [-1] * 4, [source], rank.units(range(4, 8)), batch_rows=1, staged=[0] * 4
+            graph = build_load(2, chain, [-1] * 4, [source], batch_rows=1, staged=[0] * 4).bind(
+                rank.units(range(4, 8))
             )
             rank.worker.submit(graph if waits else unordered(graph))
             assert rank.worker.engine.wait(2, 60)

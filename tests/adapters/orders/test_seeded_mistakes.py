@@ -94,12 +94,12 @@ def chain(blocks: int) -> Chain:
 
 def save(rank: GpuRank, graph_id: int, pages: list[int], slots: list[int]) -> TransferGraph:
     units = rank.units(pages)
-    return build_save(graph_id, chain(len(pages)), slots, units, None, batch_rows=2)
+    return build_save(graph_id, chain(len(pages)), slots, None, batch_rows=2).bind(units)
 
 
 def load(rank: GpuRank, graph_id: int, pages: list[int], slots: list[int]) -> TransferGraph:
     units = rank.units(pages)
-    return build_load(graph_id, chain(len(pages)), slots, [], units, batch_rows=2)
+    return build_load(graph_id, chain(len(pages)), slots, [], batch_rows=2).bind(units)
 
 
 # -- the worker's streams -------------------------------------------------------------------

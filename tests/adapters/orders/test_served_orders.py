@@ -181,7 +181,7 @@ def session_graph(rank: ServedRank) -> int:
 def save(rank: ServedRank, slots: list[int], page: int = 3) -> TransferGraph:
     chain = Chain(NAMESPACE, b"", tuple(bytes([slot]) * 16 for slot in slots))
     units = rank.units([page] * len(slots))
-    return build_save(session_graph(rank), chain, slots, units, None, batch_rows=2)
+    return build_save(session_graph(rank), chain, slots, None, batch_rows=2).bind(units)
 
 
 @pytest.mark.parametrize("patient", [True, False])

@@ -231,7 +231,7 @@ def test_blocks_that_are_evicted_before_they_are_staged_cost_a_miss(
         raise KVCoreError("a block is in no tier: match again")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rig.leader.manager, "launch_load", gone)
+        patched.setattr(rig.leader.manager, "plan_fetch", gone)
         assert rig.lookup("evicted", tokens) == 0
     assert not rig.leader.disabled
     assert rig.lookup("again", tokens) == 496

@@ -133,7 +133,7 @@ def taken(rig: LeaderRig) -> Any:
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("where", ["launch_load", "pages_of"])
+@pytest.mark.parametrize("where", ["plan_load", "launch", "pages_of"])
 def test_a_promised_load_that_cannot_be_planned_is_told_as_failed(
     monkeypatch: pytest.MonkeyPatch, where: str, in_step: bool
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_promised_load_that_cannot_be_planned_is_told_as_failed(
     rig = LeaderRig()
     connector = connector_of(rig)
     request = offer(rig, connector, in_step=in_step)
-    owner: Any = rig.manager if where == "launch_load" else rig.side._paging
+    owner: Any = rig.side._paging if where == "pages_of" else rig.manager
     with monkeypatch.context() as patch:
         patch.setattr(owner, where, boom)
         connector.update_state_after_alloc(request, PAGES, 400)
@@ -180,7 +180,7 @@ def test_a_leader_whose_recovery_fails_is_called_no_more_and_its_promises_fail(
     connector = connector_of(rig)
     request = offer(rig, connector, in_step=in_step)
     monkeypatch.setattr(rig.side, second, boom)
-    monkeypatch.setattr(rig.manager, "launch_load", boom)
+    monkeypatch.setattr(rig.manager, "plan_load", boom)
     monkeypatch.setattr(rig.side, "_fences", boom)
     connector.update_state_after_alloc(request, PAGES, 400)
     metadata: Any = connector.build_connector_meta(SchedulerOutput.make_empty())
@@ -588,7 +588,7 @@ def test_a_refused_load_counts_its_own_tokens(caplog: pytest.LogCaptureFixture) 
     rig = LeaderRig()
     rig.ask("r")
     graph = rig.load("r")
-    rig.end(graph, RowError.CORRUPT)
+    rig.end(graph, RowError.INTERNAL)
     rig.side._plan.async_loads.clear()
     rig.side.update_connector_output(KVConnectorOutput(failed_recving={"r"}))
     tracked = rig.side._requests["r"]

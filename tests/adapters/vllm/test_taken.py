@@ -192,7 +192,7 @@ def test_what_vllm_holds_itself_is_no_miss(why: str, monkeypatch: pytest.MonkeyP
         recompute = SimpleNamespace(action=Action.RECOMPUTE)
         monkeypatch.setattr(side.side, "_planning", SimpleNamespace(plan=lambda *_: recompute))
     if why == "load_failed":
-        monkeypatch.setattr(side.manager, "launch_load", Mock(side_effect=TransferError("gone")))
+        monkeypatch.setattr(side.manager, "plan_load", Mock(side_effect=TransferError("gone")))
     assert side.ask(64)[0] == (336 if why == "load_failed" else 0)
     side.take(336 if why == "load_failed" else 0)
     assert side.misses == {why: 1}

@@ -214,18 +214,18 @@ def test_a_server_that_dies_costs_recomputation(
     request = second.submit(prompts[0], 6)
     assert second.leader is not None
     manager = second.leader.manager
-    server, launch_load, launched = store.server, manager.launch_load, False
+    server, plan_load, planned = store.server, manager.plan_load, False
 
     def kill_first(*args: Any, **named: Any) -> Any:
-        nonlocal launched
-        launched = True
+        nonlocal planned
+        planned = True
         server.kill()
-        return launch_load(*args, **named)
+        return plan_load(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "launch_load", kill_first)
+        patch.setattr(manager, "plan_load", kill_first)
         second.run()
-    assert launched
+    assert planned
     assert request.answer == plain(prompts[0])
     for prompt in prompts[1:4]:
         assert serve(second, prompt) == (plain(prompt), 0)

@@ -12,9 +12,10 @@ from kvcore.model.keys import KEY_BYTES
 from kvcore.server import messages as m
 from kvcore.server.pending_clears import PendingClears
 from kvcore.testing.waiting import until
-from kvcore.transfer.graph import OpReport, RowError
+from kvcore.transfer.graph import OpReport, Span
 from kvcore_devtools.server_fixture import RunningServer, settings
 from support.server_wire import MODEL, SPACE, join, keys, save, units
+from support.transfers import save_blocks
 
 Start = Callable[[Config], RunningServer]
 
@@ -23,7 +24,7 @@ def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
     config = settings(folder)
     server = start(config)
     manager, outbox = join(config)
-    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    graph = save_blocks(manager, keys(4), SPACE, 4, units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))
     before = manager.get_match(keys(4), SPACE)
@@ -31,13 +32,9 @@ def test_what_was_not_cleared_is_not_found(start: Start, folder: Path) -> None:
     clear = server.server._handlers.pop(m.ClearRequest)
     assert manager.clear() == 0
     assert manager.get_match(keys(4), SPACE).depth == 0, "the server has them still"
-    with pytest.raises(TierUnavailable, match="keeps no blocks"):
-        manager.prepare_load(before, 0, 4)
-    load = manager.launch_load(before, 0, 4, units(0, 4))
-    assert load.graph_id >> 39 == 0, "what was found before is not loaded either"
-    for op in load.ops:
-        manager.complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(4), RowError.IO)))
-    assert outbox.graphs == [graph, load]
+    with pytest.raises(TierUnavailable, match="no server that could load"):
+        manager.plan_load(before, Span(0, 4))
+    assert outbox.graphs == [graph], "what was found before is not loaded either"
     server.server._handlers[m.ClearRequest] = clear
     assert manager.get_match(keys(4), SPACE).depth == 0
     [space] = server.server.models

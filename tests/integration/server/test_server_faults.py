@@ -12,12 +12,12 @@ import pytest
 
 from kvcore.config import Config, load_config
 from kvcore.manager import HOST
-from kvcore.manager.base import Hit
 from kvcore.server.client import RemoteManager
-from kvcore.server.runtime_dir import GRAPH_BITS
+from kvcore.server.runtime_dir import graph_number
 from kvcore.testing.engine import EngineArgs, ReferenceEngine
 from kvcore.testing.waiting import until
-from kvcore.transfer.graph import RowError, UnitTable
+from kvcore.transfer.graph import NO_PARENT, RowError, UnitTable
+from kvcore.transfer.plan import Chain, build_load
 from kvcore_devtools.server_fixture import (
     RunningServer,
     blocking_requests,
@@ -179,12 +179,11 @@ def test_a_worker_leaves_no_memory_that_it_is_copying_from(
     assert copying.wait(60)
     own = worker._session
     assert own
-    hit = Hit([b"k" * 16], b"n" * 16, ())
-    units = [UnitTable(16, 1, bytes(8)) for _ in worker.groups]
-    graph = msgspec.structs.replace(
-        manager._failing(hit, 0, 1, units, ()),
-        graph_id=manager.keeper.member.number << GRAPH_BITS | 1,
-    )
+    units = tuple(UnitTable(16, 1, bytes(8)) for _ in worker.groups)
+    number = graph_number(manager.keeper.member.number, 1)
+    graph = build_load(number, Chain(b"n" * 16, NO_PARENT, (b"k" * 16,)), [0], (), batch_rows=1)
+    graph = graph.bind(units)
+    graph = msgspec.structs.replace(graph, units=units)
     reports = worker.submit(graph)
     assert [report.failed for report in reports] == [{0: RowError.IO}] * len(graph.ops)
     assert worker._session == own

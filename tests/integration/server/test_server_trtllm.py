@@ -136,18 +136,18 @@ def test_a_promise_holds_when_the_server_ends_behind_it(
     for prompt in prompts:
         assert serve(engine, prompt) == (plain(prompt), {})
     manager = leader(engine).manager
-    prepare = manager.prepare_load
+    plan = manager.plan_load
 
     def then_the_end(*given: Any, **options: Any) -> Any:
-        prepared = prepare(*given, **options)
+        planned = plan(*given, **options)
         server.close()
         hurry(manager.keeper)
         looks.wait(5)
-        return prepared
+        return planned
 
-    manager.prepare_load = then_the_end
+    manager.plan_load = then_the_end
     assert serve(engine, prompts[0]) == (plain(prompts[0]), {"host": 96})
-    manager.prepare_load = prepare
+    manager.plan_load = plan
     [worker] = engine._harness.workers  # type: ignore[attr-defined]
     monkeypatch.setattr(worker_module, "KEPT_S", 0.0)
     until(lambda: not worker._side._worker._session)  # and in the end it is given back

@@ -21,7 +21,7 @@ from kvcore._util.curve import make_keys
 from kvcore.config import Config
 from kvcore.config.schema_server import ServerConfig
 from kvcore.control import commands as o
-from kvcore.errors import ConfigError, FormatError, TierUnavailable, UnsupportedError
+from kvcore.errors import ConfigError, FormatError, TierUnavailable, TransferError, UnsupportedError
 from kvcore.manager.base import Hit, Promise, Source
 from kvcore.model.keys import KEY_BYTES
 from kvcore.model.shape import BlockShape
@@ -35,6 +35,7 @@ from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 from kvcore_devtools.server_fixture import RunningServer, settings
 from kvcore_devtools.servers import free_port
 from support.server_wire import DESCRIBED, MODEL, SHAPE, SPACE, join, keys, save, units
+from support.transfers import load_blocks, save_blocks
 
 Start = Callable[[Config], RunningServer]
 
@@ -217,7 +218,7 @@ def test_a_client_of_another_protocol_is_refused_by_name(raw: Raw) -> None:
     reply = m.decode_reply(raw.socket.recv_multipart())
     assert isinstance(reply, m.Refused)
     assert reply.kind == "misfit"
-    assert "protocol 9; this side speaks protocol 2" in reply.message
+    assert "protocol 9; this side speaks protocol 3" in reply.message
 
 
 def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
@@ -255,14 +256,14 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
     try:
         with pytest.raises(UnsupportedError, match="1 frames"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="not a message of protocol 2"):
+        with pytest.raises(UnsupportedError, match="not a message of protocol 3"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 2"):
+        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 3"):
             join(patient)
         # It does not answer: the engine goes on without.
         manager, _ = join(settings(folder, server={"deadline_s": 0.5}))
         assert manager.get_match(keys(4), SPACE).depth == 0
-        assert manager.launch_save(keys(4), SPACE, 4, units) is None
+        assert save_blocks(manager, keys(4), SPACE, 4, units) is None
         manager.close()
     finally:
         ended.set()
@@ -338,14 +339,14 @@ def test_a_plan_that_comes_too_late_is_given_back(start: Start, folder: Path) ->
         return save(*given)
 
     server.server._handlers[m.SaveRequest] = slow
-    assert manager.launch_save(keys(4), SPACE, 4, units) is None, "in a deadline, without it"
+    assert save_blocks(manager, keys(4), SPACE, 4, units) is None, "in a deadline, without it"
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert not outbox.graphs
     held.set()
     manager.keeper._config = patient
     [space] = server.server.models
     until(lambda: not manager.keeper.waiting and space.manager.in_flight == 0)
-    until(lambda: manager.launch_save(keys(4), SPACE, 4, units))
+    until(lambda: save_blocks(manager, keys(4), SPACE, 4, units))
     [graph] = outbox.graphs
     assert graph.num_rows == 4, "what was given back can be saved again"
     manager.complete(OpReport(graph.graph_id, 0))
@@ -359,7 +360,7 @@ def test_an_end_that_cannot_be_told_costs_the_session_and_no_slot(
     """The server has taken nothing for so long that its queue is full."""
     server = start(settings(folder))
     manager, _ = join(settings(folder))
-    graph = manager.launch_save(keys(4), SPACE, 4, units)
+    graph = save_blocks(manager, keys(4), SPACE, 4, units)
     assert graph is not None
     first, tell = manager.keeper.member, manager.keeper.link.tell
     full = lambda request: not isinstance(request, m.OpsEnded) and tell(request)  # noqa: E731
@@ -369,7 +370,7 @@ def test_an_end_that_cannot_be_told_costs_the_session_and_no_slot(
     until(lambda: manager.keeper.member not in (None, first))
     [space] = server.server.models
     until(lambda: not space.manager.in_flight)
-    assert manager.launch_save(keys(4), SPACE, 4, units) is not None, "it can be saved again"
+    assert save_blocks(manager, keys(4), SPACE, 4, units) is not None, "it can be saved again"
     manager.close()
 
 
@@ -392,7 +393,7 @@ def test_what_comes_between_two_questions_is_looked_up_again(start: Start, folde
     waiting, _ = join(settings(folder))
     saving, _ = join(settings(folder))
     hit = waiting.get_match(keys(4), SPACE)
-    graph = saving.launch_save(keys(4), SPACE, 4, units)
+    graph = save_blocks(saving, keys(4), SPACE, 4, units)
     assert (hit.depth, graph is not None) == (0, True)
     saving.complete(OpReport(graph.graph_id, 0))
     assert saving.get_match(keys(4), SPACE).depth == 4, "it was told"
@@ -405,13 +406,13 @@ def test_what_comes_between_two_questions_is_looked_up_again(start: Start, folde
 
 
 def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
-    start: Start, folder: Path
+    start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the load is on its way; not when one of its ops failed, nor of more than it reads."""
     server = start(settings(folder))
     manager, _ = join(settings(folder))
     chain, asked = keys(6), 0
-    graph = manager.launch_save(chain, SPACE, 4, units)
+    graph = save_blocks(manager, chain, SPACE, 4, units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))
     save = server.server._handlers[m.SaveRequest]
@@ -425,7 +426,7 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
 
     def questions(stop: int) -> int:
         before = asked
-        saved = manager.launch_save(chain, SPACE, stop, units)
+        saved = save_blocks(manager, chain, SPACE, stop, units)
         assert (saved is not None) == (stop > 4), "only what is not held is saved"
         for op in () if saved is None else saved.ops:
             manager.complete(OpReport(saved.graph_id, op.op_id, {0: RowError.IO, 1: RowError.IO}))
@@ -433,11 +434,11 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
 
     def load() -> TransferGraph:
         hit = manager.get_match(chain, SPACE)
-        return manager.launch_load(hit, 1, 4, units(1, 4), layers=[Span(0, 1), Span(1, 2)])
+        return load_blocks(manager, hit, 1, 4, units(1, 4), layers=[Span(0, 1), Span(1, 2)])
 
     first = load()
     assert [questions(stop) for stop in (4, 3, 6)] == [0, 0, 1]
-    assert manager.launch_save(keys(6, seed=1), SPACE, 3, units) is not None, "another prompt"
+    assert save_blocks(manager, keys(6, seed=1), SPACE, 3, units) is not None, "another prompt"
     manager.complete(OpReport(first.graph_id, 0))
     assert questions(4) == 0
     manager.complete(OpReport(first.graph_id, 1))
@@ -448,28 +449,29 @@ def test_what_a_load_keeps_in_host_memory_is_saved_without_a_question(
     manager.complete(OpReport(second.graph_id, 1))
     hit = Hit(chain, SPACE, (Source("host", 0, 4), Source("disk", 4, 6)))
     for first, keeps in ((4, 0), (3, 1)):
-        planned = manager._failing(hit, first, 6, units(first, 6), ())
-        manager._launch_planned(planned, hit, 6, units(first, 6), None, None)
+        monkeypatch.setattr(
+            manager.keeper, "ask", lambda *_, first=first: m.LaunchReply(1, second, first)
+        )
+        manager.plan_load(hit, Span(first, 6))
         assert len(manager._host) == keeps, "what it does not read it does not keep"
     manager.close()
 
 
-def test_a_load_that_has_gone_stale_is_one_that_fails(start: Start, folder: Path) -> None:
+def test_a_load_that_has_gone_stale_is_not_planned(start: Start, folder: Path) -> None:
     config = settings(folder)
-    start(config)
+    server = start(config)
     manager, outbox = join(config)
-    graph = manager.launch_save(keys(4), SPACE, 4, units)
-    assert graph is not None
-    manager.complete(OpReport(graph.graph_id, 0))
+    save(manager, keys(4))
+    outbox.graphs.clear()
     hit = manager.get_match(keys(4), SPACE)
     assert hit.depth == 4
     assert manager.clear() == 4
-    load = manager.launch_load(hit, 0, 4, units(0, 4), layers=[Span(0, 1), Span(1, 2)])
-    assert load.graph_id >> 39 == 0, "a graph of no session, which every worker refuses"
-    assert outbox.graphs[-1] is load
-    for op in load.ops:
-        manager.complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(4), RowError.IO)))
+    with pytest.raises(TierUnavailable, match=r"the server does not load blocks 0\.\.4: "):
+        manager.plan_load(hit, Span(0, 4), layers=[Span(0, 1), Span(1, 2)])
+    assert not outbox.graphs
     assert not manager.in_flight
+    [model] = server.server.models
+    assert model.manager.in_flight == 0
     manager.close()
 
 
@@ -477,16 +479,24 @@ def test_plans_that_come_to_nothing_are_given_back(start: Start, folder: Path) -
     server = start(settings(folder))
     manager, outbox = join(settings(folder))
     [model] = server.server.models
-    assert manager.launch_save(keys(4), SPACE, 4, lambda start, stop: None) is None
+    planned = manager.plan_save(keys(4), SPACE, 4)
+    assert planned is not None
+    manager.drop(planned)
     assert manager.get_match(keys(4), SPACE).depth == 0
     assert model.manager.in_flight == 0, "the engine had the pages no more"
     save(manager, keys(4))
     hit = manager.get_match(keys(4), SPACE)
-    prepared = manager.prepare_load(hit, 0, 4)
+    planned = manager.plan_load(hit, Span(0, 4))
     assert model.manager.in_flight == 1
-    manager.drop_prepared(prepared)
+    assert manager.in_flight == 0, "no worker has it"
+    manager.drop(planned)
     assert manager.get_match(keys(4), SPACE).depth == 4
-    assert model.manager.in_flight == 0, "the prepared load was dropped"
+    assert model.manager.in_flight == 0, "the load was dropped"
+    assert not manager._host, "nothing keeps the blocks any more"
+    with pytest.raises(TransferError):
+        manager.launch(manager.plan_load(hit, Span(0, 4)), units(0, 3))
+    assert manager.get_match(keys(4), SPACE).depth == 4
+    assert model.manager.in_flight == 0, "its pages did not fit"
     assert len(outbox.graphs) == 1
     manager.close()
 
@@ -494,7 +504,7 @@ def test_plans_that_come_to_nothing_are_given_back(start: Start, folder: Path) -
 def test_a_session_ends_with_the_leader_that_leaves_it(start: Start, folder: Path) -> None:
     server = start(settings(folder))
     manager, _ = join(settings(folder))
-    assert manager.launch_save(keys(4), SPACE, 4, units) is not None
+    assert save_blocks(manager, keys(4), SPACE, 4, units) is not None
     manager.close()
     until(lambda: not list(server.server.sessions))
     [model] = server.server.models
@@ -547,7 +557,7 @@ def test_tcp_is_for_those_with_keys(start: Start, folder: Path, tmp_path: Path) 
     start(settings(folder, server=tcp))
     manager, _ = join(settings(folder, server=tcp | {"deadline_s": 20.0}))
     assert manager.keeper.member is not None
-    graph = manager.launch_save(keys(2), SPACE, 2, units)
+    graph = save_blocks(manager, keys(2), SPACE, 2, units)
     assert graph is not None
     manager.complete(OpReport(graph.graph_id, 0))
     assert manager.get_match(keys(2), SPACE).depth == 2

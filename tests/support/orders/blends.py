@@ -296,9 +296,9 @@ class BlendBooks(Books):
         for place, block in enumerate(chunks):
             slot, number = self.published[block], self._number()
             graph = build_load(
-                number, self._chain([block]), [slot], [], rank.units([place]), batch_rows=2,
+                number, self._chain([block]), [slot], [], batch_rows=2,
                 layers=layer_steps(rank.shape.layers),
-            )  # fmt: skip
+            ).bind(rank.units([place]))  # fmt: skip
             self._fly(graph, (), [slot])
             position = exact + place * size + (gap if place == len(chunks) - 1 else 0)
             first, length = place * size, size

@@ -270,8 +270,8 @@ class Books:
             sink = TierRows(self.rank.tier, Path.H2DISK, rows, list(stores.values()))
         units = self.rank.units([pages[block] for block in slots])
         graph = build_save(
-            self._number(), self._chain(slots), list(slots.values()), units, sink, batch_rows=2
-        )
+            self._number(), self._chain(slots), list(slots.values()), sink, batch_rows=2
+        ).bind(units)
         flight = self._fly(graph, [pages[block] for block in slots], slots.values())
         flight.publishes, flight.stores = slots, stores
         into.append(graph)
@@ -300,10 +300,9 @@ class Books:
             self._chain(blocks),
             every,
             sources,
-            self.rank.units(pages),
             batch_rows=2,
             layers=self._layers,
-        )
+        ).bind(self.rank.units(pages))
         self._fly(graph, pages, every).publishes = new
         return graph
 

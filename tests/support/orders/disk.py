@@ -122,11 +122,10 @@ class DirectBooks(Books):
             self._chain(blocks),
             [*slots, *[-1] * len(rest)],
             [TierRows(self.rank.tier, Path.DISK2D, rows, [self.stored[block] for block in rest])],
-            self.rank.units(pages),
             batch_rows=len(mine),
             layers=self._layers,
             staged=staged,
-        )
+        ).bind(self.rank.units(pages))
         self._fly(graph, pages, slots)
         self._staged[graph.graph_id] = mine
         self.direct += len(rest)

@@ -123,7 +123,7 @@ class Host:
 
 def graph(number: int) -> TransferGraph:
     units = (UnitTable.of(np.zeros((1, 1), dtype=np.int64), 16),)
-    return build_load(number, Chain(b"n", b"", (b"k",)), [0], [], units, batch_rows=1)
+    return build_load(number, Chain(b"n", b"", (b"k",)), [0], [], batch_rows=1).bind(units)
 
 
 @pytest.fixture

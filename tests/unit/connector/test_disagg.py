@@ -31,6 +31,7 @@ from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.transfer.graph import Path, TransferGraph, UnitTable
 from kvcore.worker.executors import TierRead
 from kvcore_vllm.handover import Handover
+from support.transfers import load_blocks
 
 
 def chain(tokens: Sequence[int], tenant: str = "") -> KeyChain:
@@ -304,9 +305,11 @@ def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
     while manager.ask_stores(hit := manager.get_match(keys, b"n" * 16)):
         manager.wait_stores(1.0)
     if how == "load":
-        manager.launch_load(hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
+        load_blocks(manager, hit, 0, 4, [UnitTable(1, 1, bytes(8 * 4))])
     else:
-        assert manager.loader.prefetch(hit, on_end=lambda: None)
+        planned = manager.plan_fetch(hit)
+        assert planned is not None
+        manager.launch(planned)
     [graph] = graphs
     assert graph.nodes == ("here:1",)
     tier = SimpleNamespace(read=lambda given: reads.extend(given) or [None] * len(given))

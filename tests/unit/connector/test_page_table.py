@@ -158,13 +158,6 @@ def test_blocks_with_a_gap_are_not_whole(pages: Any, whole: int) -> None:
         assert paging().whole_units(pages, 0, stop) == expected
 
 
-def test_what_stays_in_host_memory_has_no_place() -> None:
-    tables = paging().no_units(2, 5)
-    assert [table.array().shape[0] for table in tables] == [3, 3]
-    assert all((table.array() == SKIP).all() for table in tables)
-    assert paging().pages_of(tables) == []
-
-
 # --- users of pages ---------------------------------------------------------------------------
 
 

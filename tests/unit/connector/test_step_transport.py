@@ -16,7 +16,8 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.slots import slot_runs
 from kvcore.manager import HOST, Backing, KVManager, Readiness, TransferOptions
 from kvcore.manager.base import Lane
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph, UnitTable
+from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitTable
+from support.transfers import load_blocks, save_blocks
 
 # --- lanes ------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ class Leader:
             self.wanted[graph.graph_id] = name
 
     def _save(self, keys: list[bytes], lane: Lane) -> TransferGraph | None:
-        return self.manager.launch_save(keys, b"", len(keys), units, lane=lane)
+        return save_blocks(self.manager, keys, b"", len(keys), units, lane=lane)
 
     def _load(self, keys: list[bytes], lane: Lane) -> TransferGraph | None:
         hit = self.manager.get_match(keys, b"")
@@ -62,9 +63,8 @@ class Leader:
             return None
         to = units(0, hit.depth)
         if hit.in_host == hit.depth and self.rng.random() < 0.5:
-            prepared = self.manager.prepare_load(hit, 0, hit.depth)
-            return self.manager.launch_prepared(prepared, to, lane=lane)
-        return self.manager.launch_load(hit, 0, hit.depth, to, lane=lane)
+            self.manager.drop(self.manager.plan_load(hit, Span(0, hit.depth)))
+        return load_blocks(self.manager, hit, 0, hit.depth, to, lane=lane)
 
     def step(self) -> None:
         """Everything leaves, and ends."""

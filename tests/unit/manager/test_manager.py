@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.errors import CapacityError, KVCoreError
+from kvcore.errors import CapacityError, KVCoreError, TransferError
 from kvcore.index import Evicted
 from kvcore.manager import HOST, Event, Readiness, WritePolicy
 from kvcore.manager import manager as manager_module
 from kvcore.manager.base import Room
 from kvcore.manager.remote_lookup import Believed
-from kvcore.transfer.graph import SKIP, Path, Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import Path, Span, TransferGraph
 from support.clock import Clock
 from support.manager import NAMESPACE, ManagerRig, chain
+from support.transfers import load_blocks
 
 
 def test_a_saved_chain_comes_back_from_host() -> None:
@@ -57,27 +57,77 @@ def test_a_block_being_saved_is_not_saved_again() -> None:
     assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 3
 
 
-def test_a_prepared_load_keeps_its_blocks_until_it_is_launched_well_or_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_planned_load_keeps_its_blocks_until_it_is_launched_well_or_not() -> None:
     rig = ManagerRig()
     keys = chain(1, 2)
     rig.save(keys)
     rig.drain()
     pins = rig.manager.index._tables[0].pins
     hit = rig.manager.get_match(keys, NAMESPACE)
-    rig.manager.drop_prepared(rig.manager.prepare_load(hit, 0, 2))
+    rig.manager.drop(rig.manager.plan_load(hit, Span(0, 2)))
     assert not pins
-    prepared = rig.manager.prepare_load(hit, 0, 2)
+    planned = rig.manager.plan_load(hit, Span(0, 2))
     assert pins
-
-    def refused(*_: object, **__: object) -> None:
-        raise CapacityError("the queue is full")
-
-    monkeypatch.setattr(rig.manager, "launch_load", refused)
-    with pytest.raises(CapacityError):
-        rig.manager.launch_prepared(prepared, [])
+    assert rig.manager.in_flight == 0
+    with pytest.raises(TransferError, match="touches the device but the graph has no unit table"):
+        rig.manager.launch(planned)
     assert not pins
+    with pytest.raises(KeyError):  # exactly once
+        rig.manager.drop(planned)
+
+
+@pytest.mark.parametrize("blocks", [(0, 3), (2, 2), (-1, 1)])
+def test_what_a_hit_does_not_cover_is_not_planned(blocks: tuple[int, int]) -> None:
+    rig = ManagerRig()
+    rig.save(chain(1, 2))
+    rig.drain()
+    hit = rig.manager.get_match(chain(1, 2, 3), NAMESPACE)
+    with pytest.raises(TransferError, match="of 2"):
+        rig.manager.plan_load(hit, Span(*blocks))
+    rig.manager.check_integrity()
+    assert not rig.manager.index._tables[0].pins
+
+
+@pytest.mark.parametrize("write", WritePolicy)
+def test_a_save_that_is_dropped_leaves_nothing_reserved(write: WritePolicy) -> None:
+    rig = ManagerRig(host=3, write=write)
+    old, keys = chain(7, 8), chain(1, 2, 3)
+    rig.save(old)
+    rig.drain()
+    planned = rig.manager.plan_save(keys, NAMESPACE, 3)
+    assert planned is not None
+    assert planned.blocks == Span(0, 3)
+    rig.manager.drop(planned)
+    rig.manager.check_integrity()
+    assert rig.manager.get_match(old, NAMESPACE).in_host == 0, "room was made for it"
+    assert rig.metrics.snapshot()["kvcore_save_skipped_total"] == {"aborted": 3}
+    rig.save(keys)
+    rig.drain()
+    assert rig.manager.get_match(keys, NAMESPACE).depth == 3
+
+
+def test_a_fetch_that_hangs_is_given_up_and_its_tier_is_blamed() -> None:
+    """Its read may never end, and no worker reports a deadline for what runs already."""
+    rig, keys = ManagerRig(host=4, disk=16), chain(1, 2, 3)
+    on_disk(rig, keys)
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    for _ in range(2):
+        planned = rig.manager.plan_fetch(hit, 1 if not rig.manager.in_flight else 3, deadline_s=2.0)
+        assert planned is not None
+        rig.manager.launch(planned)
+    breaker = rig.manager.tiers.breakers.reads["disk"]
+    failures: list[str] = []
+    breaker.failed = lambda: failures.append("disk")  # type: ignore[method-assign]
+    rig.now = 1.9
+    rig.manager.maintain()
+    assert not failures
+    rig.now = 2.1
+    for _ in range(3):
+        rig.manager.maintain()
+    assert failures == ["disk"] * 2, "each once"
+    rig.drain()
+    assert failures == ["disk"] * 2
+    assert rig.manager.index.held(HOST, keys) == 3, "what came late is kept"
 
 
 def test_a_child_is_never_published_before_its_parent() -> None:
@@ -189,7 +239,7 @@ def test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned() -> None:
     assert hit.blocks_by_tier() == {HOST: 2, "disk": 2}
     stale = replace(hit, keys=(*old[:3], b"gone" * 4))
     with pytest.raises(KVCoreError, match="not published"):
-        rig.manager.launch_load(stale, 0, 4, rig.units(4))
+        load_blocks(rig.manager, stale, 0, 4, rig.units(4))
     assert rig.manager.in_flight == 0
     rig.save(chain(21, 22, 23, 24))  # needs every slot, so none may be pinned
     rig.drain()
@@ -272,7 +322,7 @@ def test_staging_in_use_is_a_named_refusal_that_leaves_nothing_behind() -> None:
     blocker = rig.manager.get_match(other, NAMESPACE)
     pin = rig.manager.index.pin(HOST, other[-1])
     with pytest.raises(CapacityError, match=r"host\.capacity"):
-        rig.manager.launch_load(hit, 0, 2, rig.units(2))
+        load_blocks(rig.manager, hit, 0, 2, rig.units(2))
     rig.manager.index.unpin(pin)
     assert blocker.depth == 2
     assert rig.manager.in_flight == 0
@@ -289,7 +339,7 @@ def test_a_load_waits_only_for_what_will_come() -> None:
     hit = rig.manager.get_match(long, NAMESPACE)
     pin = rig.manager.index.pin(HOST, other[-1])
     assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
-    rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    load_blocks(rig.manager, hit, 0, 2, rig.units(2))
     assert rig.manager.can_load(hit, 0, 2) is Readiness.LATER
     rig.drain()
     assert rig.manager.can_load(hit, 0, 2) is Readiness.READY
@@ -462,17 +512,11 @@ def test_loads_beyond_the_places_on_the_device_go_through_host_memory() -> None:
 def test_what_is_brought_to_be_kept_goes_to_host_memory() -> None:
     rig, keys = ManagerRig(host=8, disk=16, device=4), chain(1, 2, 3)
     on_disk(rig, keys)
-    nowhere = UnitTable.of(np.full((3, 1), SKIP), 16)
-    hit = rig.manager.get_match(keys, NAMESPACE)
-    graph = rig.manager.launch_load(hit, 0, 3, [nowhere])
-    assert Path.DISK2D not in paths(graph)
+    planned = rig.manager.plan_fetch(rig.manager.get_match(keys, NAMESPACE), 2)
+    assert planned is not None
+    assert paths(rig.manager.launch(planned)) == {Path.DISK2H}
     rig.drain()
-    assert rig.manager.index.held(HOST, keys) == 3
-    other = chain(7, 8)
-    on_disk(rig, other)
-    assert rig.fetch(other, lambda: None)
-    rig.drain()
-    assert rig.manager.index.held(HOST, other) == 2
+    assert rig.manager.index.held(HOST, keys) == 2
 
 
 def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:

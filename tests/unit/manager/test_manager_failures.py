@@ -10,6 +10,7 @@ from kvcore.manager import HOST, Readiness, WritePolicy
 from kvcore.manager.inflight import STALLED_S
 from kvcore.transfer.graph import OpReport, RowError
 from support.manager import NAMESPACE, ManagerRig, chain
+from support.transfers import load_blocks, save_blocks
 
 
 def test_a_failed_save_publishes_what_came_before_it_only() -> None:
@@ -72,7 +73,7 @@ def test_nothing_waits_for_a_load_that_was_given_up(why: RowError) -> None:
         rig.drain()
     hit = rig.manager.get_match(long, NAMESPACE)
     pin = rig.manager.index.pin(HOST, other[-1])
-    graph = rig.manager.launch_load(hit, 0, 2, rig.units(2))
+    graph = load_blocks(rig.manager, hit, 0, 2, rig.units(2))
     reads = [op for op in graph.ops if op.path.reads_tier]
     for op in graph.ops:
         if op not in reads:
@@ -160,7 +161,7 @@ def test_a_probe_that_ends_without_failing_leaves_the_tier_usable(found: str) ->
 def late_load(rig: ManagerRig, keys: list[bytes]) -> list[OpReport]:
     """Give up a load while its read runs; return what the read reports when it ends after all."""
     hit = rig.manager.get_match(keys, NAMESPACE)
-    graph = rig.manager.launch_load(hit, 0, hit.depth, rig.units(hit.depth))
+    graph = load_blocks(rig.manager, hit, 0, hit.depth, rig.units(hit.depth))
     rig.media.todo = [todo for todo in rig.media.todo if todo[0] is not graph]
     reads = [op for op in graph.ops if op.path.reads_tier]
     assert reads
@@ -238,7 +239,9 @@ def test_a_save_that_cannot_be_planned_leaves_no_slot_reserved(write: WritePolic
     rig = ManagerRig(write=write)
     keys = chain(1, 2, 3)
     with pytest.raises(TransferError):
-        rig.manager.launch_save(keys, NAMESPACE, 3, lambda start, stop: rig.units(stop - start + 1))
+        save_blocks(
+            rig.manager, keys, NAMESPACE, 3, lambda start, stop: rig.units(stop - start + 1)
+        )
     rig.manager.check_integrity()
     rig.save(keys)
     rig.drain()
@@ -255,7 +258,7 @@ def test_a_load_that_cannot_be_planned_leaves_no_slot_reserved(device: int) -> N
     rig.drain()
     hit = rig.manager.get_match(keys, NAMESPACE)
     with pytest.raises(TransferError):
-        rig.manager.launch_load(hit, 0, 4, rig.units(5))
+        load_blocks(rig.manager, hit, 0, 4, rig.units(5))
     rig.manager.check_integrity()
     graph = rig.load(keys)
     assert graph is not None

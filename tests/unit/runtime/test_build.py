@@ -33,6 +33,7 @@ from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
 from kvcore.runtime.build import geometry, host_slots  # noqa: E402
 from kvcore.worker.lifecycle import close_worker, open_tiers  # noqa: E402
+from support.transfers import load_blocks, save_blocks  # noqa: E402
 
 PAGE, BLOCK, PAGES = 32, 16, 6
 
@@ -154,8 +155,8 @@ def keys() -> list[bytes]:
 
 def save(halves: Halves, table: list[int]) -> None:
     manager = halves.leader.manager
-    graph = manager.launch_save(
-        keys(), DIGEST, 3, lambda start, stop: PAGING.whole_units([table], start, stop)
+    graph = save_blocks(
+        manager, keys(), DIGEST, 3, lambda start, stop: PAGING.whole_units([table], start, stop)
     )
     assert graph is not None
     assert manager.wait(graph.graph_id, 30)
@@ -165,7 +166,7 @@ def load(halves: Halves, table: list[int]) -> dict[str, int]:
     """Load what is held into ``table``; return the blocks by tier."""
     manager = halves.leader.manager
     hit = manager.get_match(keys(), DIGEST)
-    graph = manager.launch_load(hit, 0, hit.depth, PAGING.units([table], 0, hit.depth))
+    graph = load_blocks(manager, hit, 0, hit.depth, PAGING.units([table], 0, hit.depth))
     assert manager.wait(graph.graph_id, 30)
     return hit.blocks_by_tier()
 

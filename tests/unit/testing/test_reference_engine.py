@@ -29,6 +29,7 @@ from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
 from kvcore.transfer.graph import Path as Direction
 from kvcore.worker import worker as kvcore_worker  # after the skip
+from support.transfers import load_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -553,7 +554,7 @@ def test_what_goes_no_further_than_host_memory_is_not_copied_to_the_device(
     for units in (np.full((len(keys), 1), SKIP), np.arange(len(keys))[:, None]):
         copied.clear()
         hit = manager.get_match(keys, digest)
-        manager.launch_load(hit, 0, len(keys), [UnitTable.of(units, 16)])
+        load_blocks(manager, hit, 0, len(keys), [UnitTable.of(units, 16)])
         engine.settle()
         assert bool(copied) == bool((units != SKIP).any())
 

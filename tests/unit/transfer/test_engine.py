@@ -87,12 +87,12 @@ def load(graph_id: int, host: int, disk: int, **options: object) -> TransferGrap
     rows = host + disk
     sources = [TierRows("disk", Path.DISK2H, Span(host, rows), range(disk))] if disk else []
     options = {"batch_rows": 2, "layers": layer_steps(4)} | options
-    return build_load(graph_id, chain(rows), range(rows), sources, units(rows), **options)  # type: ignore[arg-type]
+    return build_load(graph_id, chain(rows), range(rows), sources, **options).bind(units(rows))  # type: ignore[arg-type]
 
 
 def save(graph_id: int, rows: int) -> TransferGraph:
     sink = TierRows("disk", Path.H2DISK, Span(0, rows), range(rows))
-    return build_save(graph_id, chain(rows), range(rows), units(rows), sink, batch_rows=2)
+    return build_save(graph_id, chain(rows), range(rows), sink, batch_rows=2).bind(units(rows))
 
 
 def test_every_op_runs_once_after_its_deps(rig: EngineRig) -> None:
@@ -373,7 +373,7 @@ def test_what_cannot_run_is_refused_before_it_is_queued() -> None:
     assert engine.in_flight == 0
     assert engine.close(timeout=WAIT)
     with pytest.raises(TransferError, match="closed"):
-        engine.submit(build_save(2, chain(1), [0], units(1), None, batch_rows=1))
+        engine.submit(build_save(2, chain(1), [0], None, batch_rows=1).bind(units(1)))
 
 
 def test_close_finishes_saves_in_flight() -> None:

@@ -72,8 +72,8 @@ def test_a_load_brings_every_row_once_from_its_own_slot(
         span = Span(host + disk, rows)
         sources.append(TierRows("far", Path.REMOTE2H, span, range(remote)))
     graph = build_load(
-        7, chain(rows), slots, sources, units(rows), batch_rows=batch, layers=layer_steps(10)
-    )
+        7, chain(rows), slots, sources, batch_rows=batch, layers=layer_steps(10)
+    ).bind(units(rows))
     assert simulate(graph, set(range(host))) == {row: set(range(10)) for row in range(rows)}
     assert graph.priority is Priority.LOAD
     # Whoever writes a slot again waits for the copy out of it, whatever order threads run in.
@@ -95,8 +95,8 @@ def test_what_goes_past_host_memory_is_copied_out_of_its_own_place(
     staged = [-1] * host + [i % ring for i in range(disk)]
     source = TierRows("disk", Path.DISK2D, Span(host, rows), range(disk))
     slots = [*range(host), *[-1] * disk]
-    graph = build_load(
-        7, chain(rows), slots, [source], units(rows), batch_rows=batch, staged=staged
+    graph = build_load(7, chain(rows), slots, [source], batch_rows=batch, staged=staged).bind(
+        units(rows)
     )
     assert decode_graph(encode(graph)) == graph
     place_row: dict[int, int] = {}
@@ -135,8 +135,8 @@ def test_a_save_writes_a_row_to_disk_only_after_it_left_the_device(
     held = min(held, rows)
     sink = TierRows("disk", Path.H2DISK, Span(held, rows), range(rows - held))
     graph = build_save(
-        1, chain(rows), range(rows), units(rows), sink if held < rows else None, batch_rows=batch
-    )
+        1, chain(rows), range(rows), sink if held < rows else None, batch_rows=batch
+    ).bind(units(rows))
     copy, *writes = graph.ops
     assert copy.path is Path.D2H
     assert copy.rows == Span(0, rows)
@@ -173,11 +173,10 @@ def test_a_graph_survives_the_wire() -> None:
         chain(6),
         [0, 1, 2, 90, 91, 92],
         [TierRows("disk", Path.DISK2H, Span(3, 6), [4, 5, (3 << 40) | 6])],
-        units(6),
         batch_rows=2,
         layers=layer_steps(4),
         deadline_s=1.5,
-    )
+    ).bind(units(6))
     back = decode_graph(encode(graph))
     assert back == graph
     assert (back.units[0].array() == graph.units[0].array()).all()

@@ -114,11 +114,10 @@ class StagingRig:
             Chain(b"n" * 16, bytes(16), tuple(key(i) for i in range(BLOCKS))),
             [-1] * BLOCKS if direct else range(BLOCKS),
             [TierRows(tier, path, rows, range(BLOCKS))],
-            [UnitTable.of(units, PAGE)] * 2,
             batch_rows=max(1, self.places // 2),
             deadline_s=deadline_s,
             staged=[i % self.places for i in range(BLOCKS)] if direct else (),
-        )
+        ).bind([UnitTable.of(units, PAGE)] * 2)
 
     def load(self, graph: TransferGraph) -> dict[int, RowError]:
         """What failed."""

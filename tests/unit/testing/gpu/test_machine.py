@@ -299,7 +299,7 @@ def test_two_registrations_that_share_a_page_are_a_fault(parts: list[tuple[int, 
     device = RecordingDevice(machine, torch.device("cpu"))
     for start, size in parts:
         mine = set(range(start, start + size))
-        if any(start == other for other in machine.registered):
+        if start * PAGE // 2 in machine.registered:
             continue
         faults += bool(start % 2 or taken & mine)
         taken |= mine
