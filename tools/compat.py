@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvcore.engines.probes import Either, Overrides, Probe, Want
+from kvcore.engines.sources import Sources, parameters
+from kvcore.engines.verdict import Verdict, judge_sources
 from kvcore.plugins import EngineSpec, PluginManager
-from kvcore.plugins.probes import Either, Overrides, Probe, Verdict, Want, judge_sources
-from kvcore.plugins.sources import Sources, parameters
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "compatibility.json"

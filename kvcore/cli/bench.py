@@ -27,10 +27,10 @@ from rich.console import Console
 from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.report import Report
 from kvcore.config import Config, explicit_settings
+from kvcore.engines.serving import serve_environment
 from kvcore.errors import ConfigError
 from kvcore.harness.compare import keep_on_reset
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.plugins.engine import serve_environment
 
 __all__ = [
     "Pass",

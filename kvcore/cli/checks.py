@@ -15,12 +15,12 @@ from kvcore._util.private import make_guarded
 from kvcore.cli.probe import CONTACT_S, Finding, Level, contacts
 from kvcore.config import Config, format_size, read_key
 from kvcore.config.paths import memory_of
+from kvcore.engines.verdict import judge
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.memory.hugepages import PAGE, Pages, gives_huge_pages
 from kvcore.memory.nixl import FileAgent
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import reason
-from kvcore.plugins.probes import judge
 from kvcore.server.runtime_dir import mount_of
 from kvcore.tiers.disk.files import DataFile, Piece
 from kvcore.tiers.disk.gds import BACKENDS

@@ -13,9 +13,9 @@ from rich.text import Text
 from kvcore import log
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.config import Config
+from kvcore.engines.verdict import Verdict, judge
 from kvcore.plugins import PluginManager
 from kvcore.plugins.manager import Offer, Origin, reason
-from kvcore.plugins.probes import Verdict, judge
 
 
 def manager(config: Config) -> PluginManager:

@@ -12,9 +12,9 @@ import typer
 from kvcore.cli.options import Assignments, ConfigFile, load
 from kvcore.cli.plugins import manager
 from kvcore.config import Config, engine_environment, missing_secrets
+from kvcore.engines.verdict import require
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.plugins import ServeCommand
-from kvcore.plugins.probes import require
 
 
 def command(
@@ -38,7 +38,7 @@ def command(
         raise ConfigError(
             f"the plugin of {name} does not pass {', '.join(missing)} on to the engine, so quotas "
             "and clears would act on other namespaces: its serve() must use "
-            "kvcore.plugins.engine.serve_environment"
+            "kvcore.engines.serving.serve_environment"
         )
     return made
 

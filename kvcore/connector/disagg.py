@@ -22,7 +22,7 @@ from kvcore.errors import FormatError
 from kvcore.manager.base import Manager
 from kvcore.model.keys import KEY_BYTES, KeyChain
 from kvcore.telemetry.metrics import Metrics
-from kvcore.tiers.remote.lookup import Promise
+from kvcore.tiers.finder import Promise
 
 __all__ = ["VERSION", "accept", "accepted", "promised"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvcore.index import Event, Pin
 from kvcore.index.policy.admission import AdmissionFilter, Always
 from kvcore.index.slots import SlotRun
-from kvcore.tiers.remote.lookup import Finder, Promise
+from kvcore.tiers.finder import Finder, Promise
 from kvcore.tiers.spec import ClearRecord
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
 

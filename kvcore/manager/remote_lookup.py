@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.tiers.remote.lookup import MAX_OPEN, Finder, Promise, StoreQuery
+from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
 """The most keys remembered as absent; the oldest are forgotten first."""

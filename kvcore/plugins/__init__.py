@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from kvcore.engines.spec import EngineSpec, ServeCommand
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore.plugins.hookspecs import (
     AttentionPlugin,
-    EngineSpec,
     OpsPlugin,
     PolicyPlugin,
     SelectorPlugin,
-    ServeCommand,
     hookimpl,
     store_plugin,
 )

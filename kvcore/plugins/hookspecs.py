@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pluggy
 
+from kvcore.engines.spec import EngineSpec
 from kvcore.tiers.spec import TierPlugin
 
 if TYPE_CHECKING:
-    from kvcore.config.schema import Config
     from kvcore.fusion.ops import FusionOps
     from kvcore.fusion.select import Selector
     from kvcore.index.policy.base import EvictionPolicy
     from kvcore.memory.copy.base import DeviceOps
     from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
-    from kvcore.plugins.probes import Probe
     from kvcore.tiers.base import Tier
     from kvcore.tiers.remote import StoreKind
     from kvcore.tiers.spec import PreparedTier, TierContext
@@ -36,33 +35,6 @@ if TYPE_CHECKING:
 PROJECT = "kvcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-
-
-class ServeCommand(NamedTuple):
-    """A command that starts an engine, and the variables to add to its environment."""
-
-    argv: list[str]
-    env: dict[str, str]
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """A serving engine and its adapter.
-
-    ``distributions`` are the packages that may provide the engine; the first installed one counts.
-    ``serve(model, config, engine_args)`` builds the command line. ``status()`` says in a few words
-    how the adapter is connected. ``package`` is the engine's Python package, ``tried`` are the
-    releases that the adapter has run with, and ``probes()`` returns the interfaces that it uses.
-    Nothing of this imports the engine.
-    """
-
-    name: str
-    distributions: tuple[str, ...]
-    serve: Callable[[str, Config, Sequence[str]], ServeCommand]
-    status: Callable[[], str]
-    package: str = ""
-    tried: tuple[str, ...] = ()
-    probes: Callable[[], Sequence[Probe]] = tuple
 
 
 @dataclass(frozen=True)

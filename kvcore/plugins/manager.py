@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pluggy
 
 from kvcore import __version__
+from kvcore.engines.spec import EngineSpec
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.log import get_logger
 from kvcore.masking import mask_passwords
@@ -25,7 +26,6 @@ from kvcore.plugins import builtin, hookspecs
 from kvcore.plugins.hookspecs import (
     PROJECT,
     AttentionPlugin,
-    EngineSpec,
     OpsPlugin,
     PolicyPlugin,
     SelectorPlugin,
@@ -84,13 +84,6 @@ class Failure(NamedTuple):
 
     origin: Origin
     error: Exception
-
-
-class Installed(NamedTuple):
-    """The engine on this machine; ``version`` is None if there is none."""
-
-    distribution: str
-    version: str | None
 
 
 class PluginManager:
@@ -308,21 +301,3 @@ def _distinct(
 def reason(error: Exception) -> str:
     """Return an error in one line, with its class and without passwords in URLs."""
     return mask_passwords(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-# -- engines --------------------------------------------------------------------------------------
-
-
-def installed(spec: EngineSpec) -> Installed:
-    """Return the engine's installed version, from package metadata alone."""
-    for distribution in spec.distributions:
-        if version := _version(distribution):
-            return Installed(distribution, version)
-    return Installed(spec.distributions[0], None)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -16,9 +16,6 @@ from kvcore.errors import FormatError
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
-
-if TYPE_CHECKING:
-    from kvcore.tiers.guard import BlockGuard
 
 __all__ = ["RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
 
@@ -31,6 +28,11 @@ _MAX_NBYTES = 1 << 20
 """The most bytes of a store.json. One of `MAX_SHARDS` shards with ranges of layers has 150 KB."""
 RECORD_NBYTES = 128
 """Bytes of a record in a shard's index file."""
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,11 @@ class Geometry:
         """True if some shard does not hold all layers."""
         return any(span != (0, self.shape.layers) for span in self.layers)
 
-    def guarded(self, guard: BlockGuard | None) -> Geometry:
-        """Return the geometry of blocks that ``guard`` seals, which have a folder of their own."""
+    def guarded(self, guard: _Named | None) -> Geometry:
+        """Return the geometry of blocks that ``guard`` seals, which have a folder of their own.
+
+        ``guard`` is a `kvcore.tiers.guard.BlockGuard`.
+        """
         return self if guard is None else replace(self, cipher=guard.name)
 
     def shard_name(self, shard: int) -> bytes:

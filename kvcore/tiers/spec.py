@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from kvcore.config.schema_cluster import ClusterConfig
     from kvcore.tiers.base import BlockRecord, Tier
+    from kvcore.tiers.finder import Finder
     from kvcore.tiers.geometry import Geometry
-    from kvcore.tiers.remote.lookup import Finder
 
 __all__ = ["ClearRecord", "PreparedTier", "TierContext", "TierPlugin"]
 

@@ -69,7 +69,7 @@ def test_an_engine_gets_every_secret_and_shows_none(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config(file, env={})
-    command = import_module(f"kvcore_{engine}.plugin").serve("MODEL", config, [])
+    command = import_module(f"kvcore_{engine}.plugin").ENGINE.serve("MODEL", config, [])
     argv = " ".join(command.argv)
     assert not [secret for secret in SECRETS if secret in argv]
     theirs = _engine_config(engine, command)
@@ -90,8 +90,8 @@ def test_kvcore_serve_hands_secrets_over_by_the_environment_alone(
     )
     stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
     code = (
-        "import kvcore_vllm.plugin\n"
-        f"kvcore_vllm.plugin.command_beside = lambda name: {str(stub)!r}\n"
+        "import kvcore_vllm.engine\n"
+        f"kvcore_vllm.engine.command_beside = lambda name: {str(stub)!r}\n"
         "from kvcore.cli.app import app; app()"
     )
     env = {**os.environ, "KVCORE_CONFIG": str(file)}

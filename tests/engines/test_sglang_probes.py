@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.plugins.probes import Standing, judge
-from kvcore.plugins.sources import Sources
+from kvcore.engines.sources import Sources
+from kvcore.engines.verdict import Standing, judge
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.plugin import ENGINE, verdict
 from tests.support.probes import unnoticed
@@ -29,9 +29,10 @@ def test_an_entrance_that_this_version_lacks_stops_its_user(
 ) -> None:
     from kvcore.errors import UnsupportedError
     from kvcore_sglang import plugin
+    from kvcore_sglang.probes import LINKER_PROBE
 
     found = judge(ENGINE)
-    linker = next(probe for probe in ENGINE.probes() if probe.name == plugin.LINKER_PROBE)
+    linker = next(probe for probe in ENGINE.probes() if probe.name == LINKER_PROBE)
     lost = found._replace(lost=((linker, "no such module"),))
     monkeypatch.setattr(plugin, "require", lambda engine: lost)
     verdict.cache_clear()

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvcore.plugins.probes import Binds, Fields, Has, Overrides, Probe, Takes, Want
-from kvcore.plugins.sources import Sources
+from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe, Takes, Want
+from kvcore.engines.sources import Sources
 
 
 def interfaces(probe: Probe, sources: Sources) -> Iterator[tuple[str, str]]:

@@ -12,23 +12,23 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvcore._util.module_command import module_command
-from kvcore.errors import ConfigError
-from kvcore.log import get_logger
-from kvcore.plugins.engine import (
+from kvcore.engines.probes import Probe
+from kvcore.engines.serving import (
     given_settings,
     has_entry_point,
     serve_environment,
 )
-from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
-from kvcore.plugins.probes import Probe, Standing, Verdict, judge, require
+from kvcore.engines.spec import EngineSpec, ServeCommand
+from kvcore.engines.verdict import Standing, Verdict, judge, require
+from kvcore.errors import ConfigError
+from kvcore.log import get_logger
+from kvcore.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config
 
 LINKER = "KVCoreLinker"
 LINKER_MODULE = "kvcore_sglang.linker"
-LINKER_PROBE, STORAGE_PROBE = "linker", "storage"
-"""The probes of SGLang's two entrances, in `kvcore_sglang.probes`."""
 FLAG = "--unified-cache-external-linker"
 
 _log = get_logger("kvcore.sglang.plugin")
@@ -69,6 +69,8 @@ def linker_base() -> Any:
     Raises UnsupportedError if this SGLang cannot have kvcore as its linker. The configuration names
     the linker, so SGLang must not start without it.
     """
+    from kvcore_sglang.probes import LINKER_PROBE
+
     _enter(LINKER_PROBE)
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
@@ -77,6 +79,8 @@ def linker_base() -> Any:
 
 def storage_base() -> Any:
     """Return the base class of the storage. Raises UnsupportedError as `linker_base` does."""
+    from kvcore_sglang.probes import STORAGE_PROBE
+
     _enter(STORAGE_PROBE)
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
@@ -124,6 +128,8 @@ def serve(model: str, config: Config, engine_args: Sequence[str]) -> ServeComman
     Raises ConfigError if the engine's arguments name a linker, and UnsupportedError if the
     installed SGLang has no linkers.
     """
+    from kvcore_sglang.probes import LINKER_PROBE
+
     judge(ENGINE).holds(LINKER_PROBE)
     if clash := [arg for arg in engine_args if FLAG.lstrip("-") in arg.replace("_", "-")]:
         raise ConfigError(

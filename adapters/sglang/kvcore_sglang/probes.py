@@ -1,4 +1,4 @@
-"""The interfaces of SGLang that kvcore uses, as probes (`kvcore.plugins.probes`).
+"""The interfaces of SGLang that kvcore uses, as probes (`kvcore.engines.probes`).
 
 There are two entrances: the external cache linker, and the storage of HiCache. Older versions have
 only the second. The hooks in `kvcore_sglang.hooks` are checked once more, on the functions
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvcore.plugins.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
+from kvcore.engines.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
 from kvcore_sglang.hooks import (
     FUSION_HOOKS,
     HOLD_HOOKS,
@@ -20,7 +20,9 @@ from kvcore_sglang.hooks import (
     WEIGHT_HOOKS,
     Hook,
 )
-from kvcore_sglang.plugin import LINKER_PROBE, STORAGE_PROBE
+
+LINKER_PROBE, STORAGE_PROBE = "linker", "storage"
+"""The names of the probes of SGLang's two entrances."""
 
 _UNIFIED = "sglang.srt.mem_cache.unified_cache"
 _LINKER = f"{_UNIFIED}.unified_cache_linker"

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from kvcore.connector.engine_layers import live_objects
+from kvcore.engines.verdict import Standing, require
 from kvcore.errors import UnsupportedError
 from kvcore.log import get_logger
-from kvcore.plugins.probes import Standing, require
 from kvcore_trtllm.plugin import ENGINE
 from kvcore_trtllm.probes import MODEL_ENGINE, MODULES, ROTARY
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcore.engines.probes import Probe
+from kvcore.engines.serving import command_beside, given_settings
+from kvcore.engines.spec import EngineSpec, ServeCommand
 from kvcore.errors import ConfigError, TierUnavailable
-from kvcore.plugins.engine import command_beside, given_settings
-from kvcore.plugins.hookspecs import EngineSpec, ServeCommand, hookimpl
-from kvcore.plugins.probes import Probe
+from kvcore.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from kvcore.config.schema import Config

@@ -1,11 +1,11 @@
-"""The interfaces of TensorRT-LLM that kvcore uses, as probes (`kvcore.plugins.probes`).
+"""The interfaces of TensorRT-LLM that kvcore uses, as probes (`kvcore.engines.probes`).
 
 Whoever uses a new name of TensorRT-LLM in this package adds it here.
 """
 
 from __future__ import annotations
 
-from kvcore.plugins.probes import Binds, Fields, Has, Overrides, Probe
+from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe
 
 MODULES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",  # from 1.3

@@ -44,9 +44,9 @@ from kvcore_vllm.build import (
     warm_up_blends,
 )
 from kvcore_vllm.describe import describe
+from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
-from kvcore_vllm.plugin import tell_untried
 from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.weights import watch_weights

@@ -32,7 +32,7 @@ from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore_vllm.attention import check_writes, lent
-from kvcore_vllm.plugin import TRIED, verdict
+from kvcore_vllm.engine import TRIED, verdict
 from kvcore_vllm.probes import FUSION, LORA
 
 if TYPE_CHECKING:

@@ -1,12 +1,12 @@
-"""The interfaces of vLLM that kvcore uses, as probes (`kvcore.plugins.probes`).
+"""The interfaces of vLLM that kvcore uses, as probes (`kvcore.engines.probes`).
 
 Whoever uses a new name of vLLM in this package adds it here. `make test-compat` checks the releases
-in `kvcore_vllm.plugin.TRIED`.
+in `kvcore_vllm.engine.TRIED`.
 """
 
 from __future__ import annotations
 
-from kvcore.plugins.probes import Binds, Fields, Has, Overrides, Probe, Takes
+from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe, Takes
 
 FUSION = "blends"
 LORA = "blends with LoRA"

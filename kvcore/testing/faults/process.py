@@ -32,7 +32,7 @@ from kvcore.testing.faults.engine import files, leader_holds, threads
 from kvcore.testing.faults.media import FaultyStore
 from kvcore.testing.faults.plan import Faults, Rule, write_rules
 from kvcore.testing.faults.worker import into_outbox, into_reports, into_worker
-from kvcore.tiers.remote.lookup import Finder
+from kvcore.tiers.remote.lookup import StoreFinder
 from kvcore.tiers.remote.tier import StoreTier
 from kvcore.worker import KVWorker
 
@@ -73,14 +73,14 @@ def follow(folder: Path) -> None:
     def tier(made: StoreTier) -> None:
         made.store = FaultyStore(made.store, faults)
 
-    def finder(made: Finder) -> None:
+    def finder(made: StoreFinder) -> None:
         made._store = FaultyStore(made._store, faults)
 
     _after_made(KVManager, manager)
     _after_made(KVWorker, worker)
     _after_made(Outbox, outbox)
     _after_made(StoreTier, tier)
-    _after_made(Finder, finder)
+    _after_made(StoreFinder, finder)
     _after_made(Breaker, _hasten)
 
 

@@ -3,7 +3,8 @@
 `counting` counts what torch code would ask of a GPU. See docs/gpu-testing.md.
 """
 
-from kvcore.testing.gpu.device import RecordingDevice, installed
+from kvcore.testing.gpu.device import RecordingDevice
+from kvcore.testing.gpu.hosts import installed
 from kvcore.testing.gpu.machine import Fault, Machine
 from kvcore.testing.gpu.manual import ManualMachine
 from kvcore.testing.gpu.ops import RecordingOps

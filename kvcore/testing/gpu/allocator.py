@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.testing.gpu.clocks import call_site
-from kvcore.testing.gpu.memory import Region
-
-if TYPE_CHECKING:
-    from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
+from kvcore.testing.gpu.clocks import Actor, call_site
+from kvcore.testing.gpu.memory import Memory, Region
+from kvcore.testing.gpu.streams import Point, StreamQueue
 
 __all__ = ["Allocator"]
 
@@ -29,6 +28,21 @@ _ROUND = 4096
 _SLAB = 1 << 20
 _GARBAGE = 255
 """The byte in memory that nobody has written: a NaN in every floating-point format."""
+
+
+class _Machine(Protocol):
+    """What the allocator asks of `kvcore.testing.gpu.machine.Machine`."""
+
+    lock: AbstractContextManager[Any]
+    memory: Memory
+
+    def current_stream(self) -> StreamQueue: ...
+
+    def host(self) -> Actor: ...
+
+    def know_device(self, address: int, nbytes: int, name: str) -> Region: ...
+
+    def record(self, stream: StreamQueue) -> Point: ...
 
 
 @dataclass(eq=False)
@@ -48,7 +62,7 @@ class _Block:
 class Allocator:
     """The device memory of a machine. Its blocks are reused, and never given back to the system."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: _Machine) -> None:
         self._machine = machine
         self._slabs: list[npt.NDArray[np.uint8]] = []
         self._room = 0

@@ -11,15 +11,17 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvcore.testing.gpu.memory import Spans
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["Access", "Actor", "Clock", "call_site"]
+__all__ = ["Access", "Actor", "Clock", "Spans", "call_site"]
 
 Clock = dict[int, int]
 """The highest known step by the number of the actor."""
+
+Spans = npt.NDArray[np.int64]
+"""Byte ranges [n, 2], half-open, ascending, that neither overlap nor touch."""
 
 _HERE = str(Path(__file__).parent)
 _FRAMES = 4

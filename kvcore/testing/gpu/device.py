@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 
-from kvcore.memory.device import Device, Event, Stream, serve_devices
-from kvcore.testing.gpu.machine import Machine, Point, StreamQueue
+from kvcore.memory.device import Device, Event, Stream
+from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import span, tensor_spans, together
+from kvcore.testing.gpu.streams import Point, StreamQueue
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvcore.memory.cuda_batch import Addresses
 
-__all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "installed", "on_device", "plain"]
+__all__ = ["RecordedEvent", "RecordedStream", "RecordingDevice", "on_device", "plain"]
 
 
 class RecordedEvent(Event):
@@ -211,38 +210,3 @@ def _claiming() -> type[torch.Tensor]:
 
     gpu = torch.device("cuda", 0)
     return type("OnDevice", (torch.Tensor,), {"device": property(lambda tensor: gpu)})
-
-
-@contextmanager
-def installed(machine: Machine) -> Iterator[Machine]:
-    """Let ``machine`` be the CPU's device and the GPU, and order threads by their start and join.
-
-    Only workers that are built in this block use it.
-    """
-    from kvcore.testing.gpu.hosts import watched_engine, watched_streams
-
-    start, ended = threading.Thread.start, threading.Thread.join
-
-    def started(thread: threading.Thread) -> None:
-        thread._gpu_born = machine.now()  # type: ignore[attr-defined]
-        start(thread)
-
-    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
-        ended(thread, timeout)
-        host = getattr(thread, "_gpu_host", None)
-        if host is not None and not thread.is_alive():
-            machine.learn(host.clock)
-
-    undo = [serve_devices(kind, partial(RecordingDevice, machine)) for kind in ("cpu", "cuda")]
-    try:
-        with (
-            mock.patch.object(threading.Thread, "start", started),
-            mock.patch.object(threading.Thread, "join", joined),
-            mock.patch("kvcore.worker.worker.TransferEngine", watched_engine(machine)),
-            mock.patch("kvcore.worker.worker.CopyStreams", watched_streams(machine)),
-        ):
-            machine.host().device = machine.index
-            yield machine
-    finally:
-        for one in undo:
-            one()

@@ -16,23 +16,33 @@ threads only the start and the join of a thread are an order. A test says what e
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest import mock
 
 from kvcore.memory.arena import HostArena
-from kvcore.memory.device import Device, Event
+from kvcore.memory.device import Device, Event, serve_devices
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.testing.gpu.clocks import Clock
-from kvcore.testing.gpu.device import RecordedEvent
+from kvcore.testing.gpu.device import RecordedEvent, RecordingDevice
 from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import Spans, span, together
 from kvcore.transfer.engine import Executor, Issued, TransferEngine
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.streams import CopyStreams, IssuedCopies
 
-__all__ = ["WatchedEngine", "WatchedStreams", "arena_spans", "watched_engine", "watched_streams"]
+__all__ = [
+    "WatchedEngine",
+    "WatchedStreams",
+    "arena_spans",
+    "installed",
+    "watched_engine",
+    "watched_streams",
+]
 
 
 @dataclass
@@ -239,3 +249,36 @@ def arena_spans(arena: HostArena, slots: list[int]) -> Spans:
         for slot in slots
         for piece in arena.slot_buffers(slot)
     )
+
+
+@contextmanager
+def installed(machine: Machine) -> Iterator[Machine]:
+    """Let ``machine`` be the CPU's device and the GPU, and order threads by their start and join.
+
+    Only workers that are built in this block use it.
+    """
+    start, ended = threading.Thread.start, threading.Thread.join
+
+    def started(thread: threading.Thread) -> None:
+        thread._gpu_born = machine.now()  # type: ignore[attr-defined]
+        start(thread)
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        ended(thread, timeout)
+        host = getattr(thread, "_gpu_host", None)
+        if host is not None and not thread.is_alive():
+            machine.learn(host.clock)
+
+    undo = [serve_devices(kind, partial(RecordingDevice, machine)) for kind in ("cpu", "cuda")]
+    try:
+        with (
+            mock.patch.object(threading.Thread, "start", started),
+            mock.patch.object(threading.Thread, "join", joined),
+            mock.patch("kvcore.worker.worker.TransferEngine", watched_engine(machine)),
+            mock.patch("kvcore.worker.worker.CopyStreams", watched_streams(machine)),
+        ):
+            machine.host().device = machine.index
+            yield machine
+    finally:
+        for one in undo:
+            one()

@@ -27,6 +27,7 @@ from kvcore.memory.hugepages import PAGE
 from kvcore.testing.gpu.allocator import Allocator
 from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
 from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
+from kvcore.testing.gpu.streams import Point, StreamQueue, Work
 
 __all__ = ["STEP_S", "Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
 
@@ -67,31 +68,6 @@ class Call(NamedTuple):
     current: bool
 
 
-@dataclass(eq=False)
-class Work:
-    """A piece of queued work: a launch, or the point of an event if ``run`` does nothing.
-
-    ``error`` is what it, or work that it is ordered after, has raised.
-    """
-
-    what: str
-    run: Callable[[], None] | None
-    needs: list[Work]
-    stream: StreamQueue
-    done: bool = False
-    at: float = 0.0
-    error: Exception | None = None
-
-
-class StreamQueue(Actor):
-    """A stream."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.last: Work | None = None
-        self.awaited: list[Work] = []
-
-
 class _Host(Actor):
     """A host thread: its current device and stream, and its pending error."""
 
@@ -103,16 +79,6 @@ class _Host(Actor):
         self.doing: list[str] = []
         self.in_step = False
         self.queues_torch = False
-
-
-@dataclass(eq=False)
-class Point:
-    """A recorded event."""
-
-    work: Work
-    clock: Clock
-    stream: str
-    asked: int = 0
 
 
 class Machine:

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvcore.testing.gpu.machine import Machine, Point, StreamQueue, Work
+from kvcore.testing.gpu.machine import Machine
 from kvcore.testing.gpu.memory import Spans
+from kvcore.testing.gpu.streams import Point, StreamQueue, Work
 from kvcore.testing.waiting import PATIENCE_S
 
 __all__ = ["ManualMachine"]

@@ -15,15 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.memory.layout import KVView
-from kvcore.testing.gpu.clocks import Access, Clock
+from kvcore.testing.gpu.clocks import Access, Clock, Spans
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["NOTHING", "Memory", "Region", "Spans", "span", "spans_of", "tensor_spans", "together"]
-
-Spans = npt.NDArray[np.int64]
-"""Byte ranges [n, 2], half-open, ascending, that neither overlap nor touch."""
 
 NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
 

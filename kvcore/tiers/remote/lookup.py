@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from kvcore._util.threads import GuardedThread
 from kvcore.errors import TierError, TierUnavailable
+from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
@@ -30,79 +30,15 @@ from kvcore.tiers.remote.shard_registry import ShardRegistry
 
 _log = logging.getLogger("kvcore.tiers.remote")
 
-MAX_OPEN = 256
 MAX_PENDING_DELETES = 1 << 20
 """Most blocks whose deletion is pending; the oldest are dropped first."""
 DELETE_RETRY_S = 5.0
 """Seconds after which pending deletes are retried, even without a lookup."""
-PROMISE_POLL_S = 0.02
-"""Seconds between two lookups of blocks that another engine has promised to store."""
-_FIRST_WINDOW = 16
-_MAX_WINDOW = 512
 _ROUND = 32
 """Most queries answered by one round trip, so that short queries do not wait for each other."""
 
 
-class Promise(NamedTuple):
-    """Another engine's promise that it is storing the first ``blocks`` blocks of a prompt.
-
-    It is worth waiting for up to ``wait_s`` seconds. Blocks not found by then are computed.
-    ``node`` is where that engine keeps them (`BlockStore.node`), or "" if it did not name a node.
-    """
-
-    blocks: int
-    wait_s: float
-    node: str = ""
-
-    def beyond(self, start: int) -> Promise | None:
-        """Return the promise for the blocks from ``start`` on; None if it covers none of them."""
-        return self._replace(blocks=self.blocks - start) if self.blocks > start else None
-
-
-class StoreQuery:
-    """A query for how many of ``keys``, counted from the first, the store holds.
-
-    ``found`` is the number known so far. ``ended`` says that it will not grow any more. ``failed``
-    says that it ended because the store did not answer; ``error`` is the reason. Keys covered by a
-    ``promise`` are looked up repeatedly until its ``wait_s`` is over. ``node_only`` marks a query
-    to a single node, whose outcome says nothing about the store as a whole.
-    """
-
-    __slots__ = (
-        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "node_only",
-        "promised", "until", "window",
-    )  # fmt: skip
-
-    def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
-        self.keys = tuple(keys)
-        self.found = 0
-        self.ended = False
-        self.failed = False
-        self.error = ""
-        self.asked_at = time.monotonic()
-        self.due_at = self.asked_at
-        self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
-        self.node = "" if promise is None else promise.node
-        self.node_only = False
-        self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
-        self.window = _FIRST_WINDOW
-
-    def due(self) -> tuple[bytes, ...]:
-        """Return the keys of the next batch."""
-        return self.keys[self.found : self.found + self.window]
-
-    def answer(self, held: int) -> None:
-        """Record that the store holds the first ``held`` keys of the batch that was due."""
-        short, now = held < self.window, time.monotonic()
-        self.found += held
-        if short and self.found < self.promised and now < self.until:
-            self.due_at = now + PROMISE_POLL_S
-            return
-        self.ended = short or self.found == len(self.keys)
-        self.window = min(2 * self.window, _MAX_WINDOW)
-
-
-class Finder:
+class StoreFinder(Finder):
     """Looks up and deletes blocks in ``store``, on threads of its own. Closing it closes the store.
 
     A block counts as held if the store has all ``shards`` of it, or all shards of another split

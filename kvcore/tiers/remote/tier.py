@@ -20,7 +20,7 @@ from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, SlotError, Tie
 from kvcore.tiers.guard import BlockGuard, first_bytes, guard_of
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header, seal, verify
-from kvcore.tiers.remote.lookup import Finder
+from kvcore.tiers.remote.lookup import StoreFinder
 from kvcore.tiers.remote.object_keys import Shard, ShardSlice
 from kvcore.tiers.remote.options import StoreOptions, read_options
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
@@ -97,7 +97,7 @@ def prepare(context: TierContext, kind: StoreKind) -> PreparedTier:
     geometry = context.geometry.guarded(guard_of(context, options.key_env, options.key_file))
     shards = Shard.all_of(geometry, options.prefix)
     store = _opened(context, kind, options, None)
-    finder = Finder(
+    finder = StoreFinder(
         store,
         shards,
         name=context.name,

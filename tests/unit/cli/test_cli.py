@@ -25,7 +25,7 @@ runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
 
 ENGINE = """
 from kvcore.plugins import EngineSpec, ServeCommand, hookimpl
-from kvcore.plugins.probes import Has, Probe
+from kvcore.engines.probes import Has, Probe
 
 def serve(model, config, engine_args):
     argv = ["engine", model, str(config.host.capacity), *engine_args]

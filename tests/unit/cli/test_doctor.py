@@ -20,7 +20,7 @@ from kvcore.plugins import PluginManager
 
 ENGINE = """
 from kvcore.plugins import EngineSpec, hookimpl
-from kvcore.plugins.probes import Has, Probe
+from kvcore.engines.probes import Has, Probe
 
 @hookimpl
 def kvcore_engines():

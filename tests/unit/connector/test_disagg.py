@@ -26,7 +26,7 @@ from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead
-from kvcore.tiers.remote import Finder, Item, Promise, Shard
+from kvcore.tiers.remote import Item, Promise, Shard, StoreFinder
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.transfer.graph import Path, TransferGraph, UnitTable
 from kvcore.worker.executors import TierRead
@@ -105,7 +105,7 @@ class Filling(MemoryStore):
 
 class Leader:
     def __init__(self, store: Filling) -> None:
-        self.finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
+        self.finder = StoreFinder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
         self.index = BlockIndex([TierSpec("far", 100)])
         self.breaker = Breaker("far")
         self.lookup = StoreLookup("far", self.index, self.breaker, self.finder)
@@ -292,7 +292,7 @@ def test_where_all_look_in_one_place_a_promise_that_fails_counts() -> None:
 def test_the_node_of_a_promise_goes_to_the_ranks(how: str) -> None:
     """A prefetch is of no request: who promised the blocks is known of them."""
     store, graphs, reads = Elsewhere(), list[TransferGraph](), list[BlockRead]()
-    finder = Finder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
+    finder = StoreFinder(store, [SHARD], name="far", lookup_s=20, absent_s=60)
     manager = KVManager(
         BlockIndex([TierSpec("host", 100), TierSpec("far", 100)]),
         SimpleNamespace(submit=lambda graph, lane: graphs.append(graph)),  # type: ignore[arg-type]

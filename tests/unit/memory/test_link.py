@@ -22,7 +22,7 @@ from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
 from kvcore.model.shape import BlockShape
 from kvcore.testing.gpu import Machine, RecordingOps, installed
-from kvcore.testing.gpu.machine import StreamQueue
+from kvcore.testing.gpu.streams import StreamQueue
 from support.links import on_gpu, on_host
 from support.strides import (
     StridedCopy,

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from kvcore.config import Config, load_config
+from kvcore.engines.spec import installed
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.index.policy import BUILTIN_POLICIES
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
-from kvcore.plugins.manager import installed
 from kvcore.tiers.disk import Geometry
 
 ADAPTERS = Path(__file__).parents[3] / "adapters" / "vllm"
@@ -267,7 +267,7 @@ def test_serving_vllm(adapter: ModuleType) -> None:
         "disk": {"path": "/kv", "capacity": "1GiB"},
     }
     config = load_config(overrides=table, env={})
-    argv, env = adapter.serve("org/model", config, ["--max-model-len", "4096"])
+    argv, env = adapter.ENGINE.serve("org/model", config, ["--max-model-len", "4096"])
     assert Path(argv[0]).name == "vllm"
     assert argv[1:4] == ["serve", "org/model", "--kv-transfer-config"]
     assert argv[5:] == ["--max-model-len", "4096"]
@@ -286,7 +286,7 @@ def test_serving_vllm(adapter: ModuleType) -> None:
 @pytest.mark.parametrize("flag", ["--kv-transfer-config", "--kv_transfer_config={}"])
 def test_serving_vllm_twice_configured_is_refused(adapter: ModuleType, flag: str) -> None:
     with pytest.raises(ConfigError, match="writes --kv-transfer-config itself"):
-        adapter.serve("m", Config(), [flag])
+        adapter.ENGINE.serve("m", Config(), [flag])
 
 
 def _fake_factory(monkeypatch: pytest.MonkeyPatch, factory: object) -> None:
@@ -331,7 +331,7 @@ def test_a_vllm_that_names_the_connector_fails_with_the_probe(
     package.mkdir()
     emptied = replace(adapter.ENGINE, distributions=("pytest",), package="emptied")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(adapter, "ENGINE", emptied)
+    monkeypatch.setattr(sys.modules[adapter.verdict.__module__], "ENGINE", emptied)
     for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)  # what another test loaded would be read
     adapter.verdict.cache_clear()

@@ -12,23 +12,11 @@ from types import ModuleType
 
 import pytest
 
+from kvcore.engines.probes import Binds, Either, Fields, Has, Overrides, Probe, Takes, Want
+from kvcore.engines.sources import Sources
+from kvcore.engines.verdict import Standing, judge, judge_sources, require
 from kvcore.errors import UnsupportedError
 from kvcore.plugins import EngineSpec, ServeCommand
-from kvcore.plugins.probes import (
-    Binds,
-    Either,
-    Fields,
-    Has,
-    Overrides,
-    Probe,
-    Standing,
-    Takes,
-    Want,
-    judge,
-    judge_sources,
-    require,
-)
-from kvcore.plugins.sources import Sources
 from tests.support.probes import unnoticed
 
 ENGINE = {
@@ -229,7 +217,7 @@ def test_an_engine_that_is_not_there() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's sources")
 def test_every_interface_of_vllm_is_missed_when_it_is_renamed(tmp_path: Path) -> None:
-    from kvcore_vllm.plugin import ENGINE as VLLM
+    from kvcore_vllm.engine import ENGINE as VLLM
 
     verdict = judge(VLLM)
     assert verdict.standing is Standing.TRIED
@@ -253,7 +241,7 @@ def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed(tmp_path: 
 def test_asking_for_a_verdict_imports_no_engine() -> None:
     code = (
         "import sys; from kvcore.plugins import PluginManager; "
-        "from kvcore.plugins.probes import judge; "
+        "from kvcore.engines.verdict import judge; "
         "[judge(found.item) for found in PluginManager().found('engine')]; "
         "assert not {'torch', 'vllm', 'sglang', 'tensorrt_llm'} & set(sys.modules)"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.plugins.probes import Standing
+from kvcore.engines.verdict import Standing
 from tools import compat
 
 

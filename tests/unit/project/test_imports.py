@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "kvcore"
@@ -129,3 +135,13 @@ def test_the_public_api_type_checks(tmp_path: Path) -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_map_of_the_packages_has_the_order_of_the_contract() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    wanted = [set(layer.split(" | ")) for layer in layers if layer != "kvcore_devtools"]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## Where things are")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `k")]
+    assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == wanted

@@ -17,7 +17,7 @@ from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import PreparedBacking, prepare_backings
 from kvcore.testing.waiting import until
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import Finder, Item, Shard
+from kvcore.tiers.remote import Item, Shard, StoreFinder
 from kvcore.tiers.remote import lookup as finder
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
@@ -44,7 +44,7 @@ def fill(store: Deaf, keys: Sequence[bytes]) -> None:
     store.put([Item(SHARD.name(key), [memoryview(b"?")]) for key in keys])
 
 
-def found(made: Finder, keys: Sequence[bytes] = KEYS) -> int:
+def found(made: StoreFinder, keys: Sequence[bytes] = KEYS) -> int:
     query = made.ask(keys)
     assert query is not None
     while not query.ended:
@@ -54,7 +54,7 @@ def found(made: Finder, keys: Sequence[bytes] = KEYS) -> int:
 
 def test_it_is_not_found_and_removed_when_the_store_takes_it() -> None:
     store = Deaf()
-    made = Finder(store, [SHARD], name="far")
+    made = StoreFinder(store, [SHARD], name="far")
     fill(store, KEYS)
     assert found(made) == 6
     made.delete(KEYS[2:])
@@ -64,7 +64,7 @@ def test_it_is_not_found_and_removed_when_the_store_takes_it() -> None:
     assert found(made) == 2
     made.close()
     assert len(store.values) == 2
-    fresh = Finder(store, [SHARD], name="far")
+    fresh = StoreFinder(store, [SHARD], name="far")
     fill(store, KEYS)
     assert found(fresh) == 6, "nothing is owed"
     fresh.close()
@@ -72,7 +72,7 @@ def test_it_is_not_found_and_removed_when_the_store_takes_it() -> None:
 
 def test_what_was_removed_late_may_be_written_again() -> None:
     store = Deaf()
-    made = Finder(store, [SHARD], name="far")
+    made = StoreFinder(store, [SHARD], name="far")
     fill(store, KEYS)
     made.delete(KEYS)
     assert found(made) == 0
@@ -90,7 +90,7 @@ def test_what_was_removed_late_may_be_written_again() -> None:
 def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
-    made = Finder(store, [SHARD], name="far")
+    made = StoreFinder(store, [SHARD], name="far")
     fill(store, KEYS)
     made.delete(KEYS)
     assert found(made) == 2
@@ -109,16 +109,16 @@ def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> N
     """Without anyone's query: other hosts find it until then."""
     store = Deaf()
     fill(store, KEYS)
-    first = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    first = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     first.delete(KEYS[2:])
     assert found(first) == 2
     first.close()
-    second = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    second = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     assert found(second) == 2, "it knows, though the store is down still"
     assert len(store.values) == 6
     second.close()
     store.deaf = False
-    third = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    third = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     until(lambda: len(store.values) == 2)
     third.close()
     assert not list(tmp_path.iterdir()), "nothing is owed"
@@ -127,13 +127,13 @@ def test_what_a_leader_owed_when_it_ended_the_next_one_pays(tmp_path: Path) -> N
 def test_a_leader_that_is_killed_owes_as_much(tmp_path: Path) -> None:
     store = Deaf()
     fill(store, KEYS)
-    killed = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    killed = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     killed.delete(KEYS)
     assert found(killed) == 0
     assert killed._pending_file is not None
     killed._pending_file.close()  # the kernel drops its lock
     store.deaf = False
-    fresh = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    fresh = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     until(lambda: not store.values)
     fresh.close()
     killed.close()
@@ -145,7 +145,7 @@ def test_a_store_that_is_back_is_paid_though_nobody_asks_it(
     monkeypatch.setattr(finder, "DELETE_RETRY_S", 0.05)
     store = Deaf()
     fill(store, KEYS)
-    made = Finder(store, [SHARD], name="far")
+    made = StoreFinder(store, [SHARD], name="far")
     made.delete(KEYS)
     until(lambda: store.asked >= 2)
     store.deaf = False
@@ -212,7 +212,7 @@ def test_a_record_that_is_removed_is_made_anew(tmp_path: Path) -> None:
 def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
-    made = Finder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
+    made = StoreFinder(store, [SHARD], name="far", pending_deletes=record(tmp_path))
     for number in range(40):
         made.delete([bytes([number]) * 16])
         assert found(made) == 0

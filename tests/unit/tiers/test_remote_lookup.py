@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.tiers.remote import Finder, Shard, StoreQuery
-from kvcore.tiers.remote.lookup import Promise
+from kvcore.tiers.finder import Promise
+from kvcore.tiers.remote import Shard, StoreFinder, StoreQuery
 from kvcore.tiers.remote.memory import MemoryStore
 from support.stores import GEOMETRY, SPACE, Flaky, key_of
 
@@ -40,14 +40,14 @@ def hold(store: MemoryStore, seeds: Sequence[int], ranks: int = 2) -> None:
 
 
 @pytest.fixture
-def finder(store: Flaky) -> Iterator[Finder]:
-    finder = Finder(store, SHARDS, name="far")
+def finder(store: Flaky) -> Iterator[StoreFinder]:
+    finder = StoreFinder(store, SHARDS, name="far")
     yield finder
     store.gate.set()
     finder.close()
 
 
-def asked(finder: Finder, seeds: Sequence[int]) -> StoreQuery:
+def asked(finder: StoreFinder, seeds: Sequence[int]) -> StoreQuery:
     query = finder.ask([key_of(seed) for seed in seeds])
     assert query is not None
     for _ in range(100):
@@ -67,7 +67,7 @@ def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[
     hold(store, [i for i, there in enumerate(held) if there])
     hold(store, sorted(half), ranks=1)
     expected = [*held, False].index(False)
-    finder = Finder(store, SHARDS, name="far")
+    finder = StoreFinder(store, SHARDS, name="far")
     try:
         query = asked(finder, range(1100)[: len(held) or 1])
         assert (query.found, query.failed) == (min(expected, len(held) or 1), False)
@@ -75,7 +75,7 @@ def test_it_finds_the_first_block_that_is_not_whole(held: list[bool], half: set[
         finder.close()
 
 
-def test_several_queries_are_answered_together(finder: Finder, store: Flaky) -> None:
+def test_several_queries_are_answered_together(finder: StoreFinder, store: Flaky) -> None:
     hold(store, range(40))
     store.gate.clear()
     first = finder.ask([key_of(0)])  # keeps the thread busy
@@ -89,14 +89,14 @@ def test_several_queries_are_answered_together(finder: Finder, store: Flaky) -> 
     assert store.calls <= 5
 
 
-def test_a_store_that_does_not_answer_ends_the_query(finder: Finder, store: Flaky) -> None:
+def test_a_store_that_does_not_answer_ends_the_query(finder: StoreFinder, store: Flaky) -> None:
     store.down = True
     assert asked(finder, [1, 2]).failed
     store.down = False
     assert not asked(finder, [1, 2]).failed
 
 
-def test_queries_are_bounded(finder: Finder, store: Flaky) -> None:
+def test_queries_are_bounded(finder: StoreFinder, store: Flaky) -> None:
     store.gate.clear()
     taken = [finder.ask([key_of(n)]) for n in range(400)]
     assert taken[0] is not None
@@ -106,7 +106,7 @@ def test_queries_are_bounded(finder: Finder, store: Flaky) -> None:
 
 def test_blocks_are_removed_before_it_closes(store: Flaky) -> None:
     hold(store, range(5))
-    finder = Finder(store, SHARDS, name="far")
+    finder = StoreFinder(store, SHARDS, name="far")
     finder.delete([key_of(1), key_of(3)])
     finder.close()
     assert len(store.values) == 6
@@ -123,7 +123,7 @@ class Leader:
         self.now = 0.0
         self.index = BlockIndex([TierSpec("host", 8), TierSpec("far", slots)])
         self.breaker = Breaker("far", clock=lambda: self.now)
-        self.finder = Finder(store, SHARDS, name="far", lookup_s=1, absent_s=10)
+        self.finder = StoreFinder(store, SHARDS, name="far", lookup_s=1, absent_s=10)
         self.lookup = StoreLookup(
             "far", self.index, self.breaker, self.finder, clock=lambda: self.now
         )

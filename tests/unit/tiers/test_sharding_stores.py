@@ -16,7 +16,7 @@ from kvcore.model.parts import Part, evenly
 from kvcore.plugins import TierContext
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.disk import Geometry
-from kvcore.tiers.remote import Finder, Item, Shard, StoreOptions, StoreTier
+from kvcore.tiers.remote import Item, Shard, StoreFinder, StoreOptions, StoreTier
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, ShardRegistry, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
@@ -80,7 +80,7 @@ def read_from_store(store: MemoryStore, geometry: Geometry, rank: int, seed: int
 def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
     """Return how many blocks, from the first on, the leader finds."""
     registry = registry_of_store(store, geometry)
-    finder = Finder(store, shards_of(geometry), name="far", registry=registry)
+    finder = StoreFinder(store, shards_of(geometry), name="far", registry=registry)
     query = finder.ask([key_of(seed) for seed in seeds])
     assert query is not None
     limit = time.monotonic() + 60
@@ -165,7 +165,7 @@ def test_blocks_are_removed_in_all_their_parts() -> None:
     write_to_store(store, ONE, [1])
     registry = registry_of_store(store, ONE)
     registry.refresh()
-    finder = Finder(store, shards_of(ONE), name="far", registry=registry)
+    finder = StoreFinder(store, shards_of(ONE), name="far", registry=registry)
     finder.delete([key_of(1)])
     finder.close()
     assert not [name for name in store.values if "/splits/" not in name]
@@ -378,7 +378,9 @@ def test_blocks_are_removed_from_nodes_of_other_sizes_that_had_not_been_heard_of
     shared = MemoryStore()
     write_to_store(Lent(shared), TWO, [1])
     leader = Lent(shared, None)
-    finder = Finder(leader, shards_of(ONE), name="far", registry=registry_of_store(leader, ONE))
+    finder = StoreFinder(
+        leader, shards_of(ONE), name="far", registry=registry_of_store(leader, ONE)
+    )
     finder.delete([key_of(1)])
     finder.close()
     assert not shared.values

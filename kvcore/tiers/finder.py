@@ -1,0 +1,124 @@
+"""Lookups in a store that other hosts write to, as the leader sees them.
+
+`kvcore.tiers.remote.lookup.StoreFinder` is the implementation.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["MAX_OPEN", "PROMISE_POLL_S", "Finder", "Promise", "StoreQuery"]
+
+MAX_OPEN = 256
+"""Most queries of a finder that are open at a time."""
+PROMISE_POLL_S = 0.02
+"""Seconds between two lookups of blocks that another engine has promised to store."""
+_FIRST_WINDOW = 16
+_MAX_WINDOW = 512
+
+
+class Promise(NamedTuple):
+    """Another engine's promise that it is storing the first ``blocks`` blocks of a prompt.
+
+    It is worth waiting for up to ``wait_s`` seconds. Blocks not found by then are computed.
+    ``node`` is where that engine keeps them (`BlockStore.node`), or "" if it did not name a node.
+    """
+
+    blocks: int
+    wait_s: float
+    node: str = ""
+
+    def beyond(self, start: int) -> Promise | None:
+        """Return the promise for the blocks from ``start`` on; None if it covers none of them."""
+        return self._replace(blocks=self.blocks - start) if self.blocks > start else None
+
+
+class StoreQuery:
+    """A query for how many of ``keys``, counted from the first, the store holds.
+
+    ``found`` is the number known so far. ``ended`` says that it will not grow any more. ``failed``
+    says that it ended because the store did not answer; ``error`` is the reason. Keys covered by a
+    ``promise`` are looked up repeatedly until its ``wait_s`` is over. ``node_only`` marks a query
+    to a single node, whose outcome says nothing about the store as a whole.
+    """
+
+    __slots__ = (
+        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "node_only",
+        "promised", "until", "window",
+    )  # fmt: skip
+
+    def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
+        self.keys = tuple(keys)
+        self.found = 0
+        self.ended = False
+        self.failed = False
+        self.error = ""
+        self.asked_at = time.monotonic()
+        self.due_at = self.asked_at
+        self.promised = 0 if promise is None else min(promise.blocks, len(self.keys))
+        self.node = "" if promise is None else promise.node
+        self.node_only = False
+        self.until = self.asked_at + (0.0 if promise is None else promise.wait_s)
+        self.window = _FIRST_WINDOW
+
+    def due(self) -> tuple[bytes, ...]:
+        """Return the keys of the next batch."""
+        return self.keys[self.found : self.found + self.window]
+
+    def answer(self, held: int) -> None:
+        """Record that the store holds the first ``held`` keys of the batch that was due."""
+        short, now = held < self.window, time.monotonic()
+        self.found += held
+        if short and self.found < self.promised and now < self.until:
+            self.due_at = now + PROMISE_POLL_S
+            return
+        self.ended = short or self.found == len(self.keys)
+        self.window = min(2 * self.window, _MAX_WINDOW)
+
+
+class Finder(ABC):
+    """Looks up and deletes blocks in a store that other hosts write to, in the background.
+
+    Any thread may call. Only `wait` and `close` block.
+    """
+
+    lookup_s: float
+    """Seconds for which the leader waits for an answer."""
+    absent_s: float
+    """Seconds for which the leader believes that a block is absent."""
+
+    @abstractmethod
+    def is_node_only(self, promise: Promise | None) -> bool:
+        """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
+
+    @abstractmethod
+    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
+        """Start a query. Returns None if it cannot be answered now.
+
+        ``promise`` covers the first of these keys.
+        """
+
+    @abstractmethod
+    def drop(self, query: StoreQuery) -> None:
+        """Cancel a query. What it has found so far stays valid."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Start deleting blocks from the store, for all its users.
+
+        Until the blocks are deleted, lookups do not find them.
+        """
+
+    @abstractmethod
+    def wait(self, timeout: float) -> bool:
+        """Block until a query ends, at most ``timeout`` seconds.
+
+        Returns False if no query is open or none ended in time.
+        """
+
+    @abstractmethod
+    def close(self, timeout: float = 5.0) -> None:
+        """Attempt the requested deletes, then stop. Blocks for at most ``timeout`` seconds."""
