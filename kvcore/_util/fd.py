@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 
-__all__ = ["Descriptor", "is_removed"]
+__all__ = ["Descriptor", "is_removed", "leads_to"]
 
 
 class Descriptor:
@@ -55,3 +55,14 @@ class Descriptor:
 def is_removed(number: int) -> bool:
     """Return True if an open file has no name any more: what is written to it is lost."""
     return not os.fstat(number).st_nlink
+
+
+def leads_to(path: str | os.PathLike[str], number: int) -> bool:
+    """Return True if a path is still that of an open file, which was neither removed nor moved.
+
+    Blocks as `os.stat` does. Raises OSError if the medium fails.
+    """
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(number))
+    except (FileNotFoundError, NotADirectoryError):
+        return False

@@ -46,7 +46,7 @@ LOADS_AND_SAVES = [
     Trouble(
         "%s tier=%s failed: %s",
         "An operation on a tier failed.",
-        "Check the tier. If its store was removed under the engine, restart the engine.",
+        "Check the tier. If its store was removed or moved under the engine, restart the engine.",
     ),
     Trouble(
         "transfer op failed graph=%d path=%s",

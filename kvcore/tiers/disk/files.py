@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcore._util.fd import Descriptor, is_removed
+from kvcore._util.fd import Descriptor, is_removed, leads_to
 from kvcore._util.private import NotPrivateError, open_file
 from kvcore.errors import TierUnavailable
 from kvcore.memory.buffers import Buffers
@@ -57,7 +57,7 @@ class DataFile:
         direct_io: str = "auto",
         io_threads: int = 1,
     ) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._slot_nbytes = slot_nbytes
         self.limit = (num_slots or 0) * slot_nbytes
         self._step = min(_GROW_BYTES, self.limit // 16 // slot_nbytes * slot_nbytes)
@@ -82,15 +82,17 @@ class DataFile:
         with self._file as number:
             os.fdatasync(number)
 
-    def is_removed(self) -> bool:
-        """Return True if the file was removed. Raises OSError after `close`."""
-        with self._file as number:
-            return is_removed(number)
+    def is_lost(self) -> bool:
+        """Return True if its path is no longer that of the file. Raises OSError after `close`.
 
-    def discard(self) -> None:
-        """Give the space of a removed file back. Reads under way find no bytes."""
+        The space of a removed file is given back then. Reads under way find no bytes.
+        """
         with self._file as number:
-            os.ftruncate(number, 0)
+            if leads_to(self.path, number):
+                return False
+            if is_removed(number):  # if it was moved, its blocks are somebody's
+                os.ftruncate(number, 0)
+            return True
 
     def descriptor(self) -> Descriptor:
         """Return the file, for other readers of whole slots. ``with`` it gives the number."""
@@ -152,6 +154,7 @@ class IndexFile:
         Raises TierUnavailable.
         """
         self._guard = guard
+        self._path = path.absolute()
         try:
             self._file = Descriptor(open_file(path, os.O_RDWR | os.O_CREAT, adopt=True))
         except OSError as error:
@@ -177,10 +180,10 @@ class IndexFile:
             size = min(_ERASED_AT_ONCE, slot + count - first)
             self._write(first, EMPTY_RECORD * size)
 
-    def is_removed(self) -> bool:
-        """Return True if the file was removed."""
+    def is_lost(self) -> bool:
+        """Return True if its path is no longer that of the file."""
         with self._file as number:
-            return is_removed(number)
+            return not leads_to(self._path, number)
 
     def sync(self) -> None:
         """Flush the records to the medium. Blocks."""

@@ -5,6 +5,8 @@
                       shard-0.data    slot i at i * slot_nbytes
                       shard-0.index   record i (128 bytes) says what slot i holds
                       lock            held by the engine that writes here; the bytes it may fill
+
+The engine that writes holds store.json too: without its ``lock``, the store is still its own.
 """
 
 from __future__ import annotations

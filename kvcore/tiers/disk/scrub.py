@@ -7,7 +7,6 @@ are reported and left alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -142,7 +141,7 @@ def _scrub_store(
                 "an engine uses it: scrub it when that engine has ended",
             )
             return report
-        locks.callback(os.close, lock)
+        locks.callback(lock.close)
         try:
             geometry = Geometry.load(folder)
         except FormatError as error:

@@ -8,17 +8,18 @@ number of ranks or stages, are mounted for reading. Stores that other engines us
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 
+from kvcore._util.fd import leads_to
+from kvcore._util.file_lock import FileLock, holders
 from kvcore._util.log_limit import LogLimit
 from kvcore._util.private import (
     NotPrivateError,
@@ -41,6 +42,7 @@ _log = logging.getLogger("kvcore.tiers.disk")
 _BASE_NAME = re.compile(r"[0-9a-f]{32}")
 _STORE_NAME = re.compile(r"store-\d+")
 _FILE_NAME = re.compile(r"lock|(store\.json|cleared)(\.new)?|shard-\d+\.(data|index)")
+_LOCK = "lock"
 _REFUSED = LogLimit()
 _POLL_S = 0.1
 _OVERHEAD = 4096  # bytes of store.json, the tombstones and the lock
@@ -80,7 +82,11 @@ class PreparedStore:
 
 
 class _Crowded(TierUnavailable):
-    """Running engines have reserved all of the capacity."""
+    """Running engines have reserved all of the capacity: those that hold the stores ``used``."""
+
+    def __init__(self, told: str, used: Sequence[Path]) -> None:
+        super().__init__(told)
+        self.used = used
 
 
 def prepare_store(
@@ -109,9 +115,9 @@ def prepare_store(
         try:
             with exclusive(path):
                 return _prepare(path, geometry, capacity, capacity // share, limit, guard)
-        except _Crowded:
+        except _Crowded as crowded:
             if time.monotonic() >= deadline:
-                raise
+                raise TierUnavailable(f"{crowded}. {_told_users(crowded.used)}") from crowded
         except OSError as error:
             raise TierUnavailable(
                 f"cannot use {path} for KV: {_reason(error)}; set disk.path"
@@ -130,10 +136,10 @@ def _prepare(
     base = path / geometry.base
     with ExitStack() as locks:
         own, mounted = _adopt(base, geometry, locks, limit)
-        others = _make_room(path, own, mounted, capacity - part // 2)
+        others, used = _make_room(path, own, mounted, capacity - part // 2)
         num_slots = (min(part, capacity - others) - _OVERHEAD) // geometry.per_slot
         if num_slots < 1:
-            raise _no_room(path, geometry, capacity, others)
+            raise _no_room(path, geometry, capacity, others, used)
         if own is None:
             own = _create(base, geometry, locks)
         _cut(own.folder, geometry, num_slots)
@@ -144,7 +150,8 @@ def _prepare(
             foreign[number] = store.folder
             theirs, bad = _scan(store.folder, store.geometry, guard, number << STORE_SHIFT)
             records, torn = records + theirs, torn + bad
-        prepared = PreparedStore(own.folder, num_slots, records, torn, foreign, locks.pop_all())
+        prepared = PreparedStore(own.folder, num_slots, records, torn, foreign)
+        prepared.locks = locks.pop_all()
     _log.info(
         "disk store=%s slots=%d blocks_found=%d foreign_stores=%d",
         own.folder,
@@ -160,16 +167,19 @@ class _LockedStore:
     """A store whose lock this process holds."""
 
     folder: Path
-    lock: int
+    lock: FileLock
     geometry: Geometry
 
     def reserve(self, nbytes: int) -> None:
         """Publish how large the store may grow, for as long as the lock is held."""
-        os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, str(nbytes).encode(), 0)
+        file = self.lock.files[0]
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(nbytes).encode(), 0)
 
 
-def _no_room(path: Path, geometry: Geometry, capacity: int, others: int) -> TierUnavailable:
+def _no_room(
+    path: Path, geometry: Geometry, capacity: int, others: int, used: Sequence[Path]
+) -> TierUnavailable:
     if capacity < geometry.per_slot + _OVERHEAD:
         return TierUnavailable(
             f"{capacity} bytes under {path} do not hold one block of {geometry.per_slot} bytes: "
@@ -177,8 +187,27 @@ def _no_room(path: Path, geometry: Geometry, capacity: int, others: int) -> Tier
         )
     return _Crowded(
         f"engines that are running keep {others} of the {capacity} bytes under {path}: give this "
-        "one another disk.path, or raise disk.capacity"
+        "one another disk.path, or raise disk.capacity",
+        used,
     )
+
+
+def _told_users(folders: Sequence[Path]) -> str:
+    """Return who holds the stores, for an error: the one who reads it may end a left process."""
+    found = {pid: folder for folder in folders for pid in holders(folder / _LOCK)}
+    if not found:
+        return "Their processes are not visible from here (in other containers?)"
+    return "Held by process " + ", ".join(
+        f"{pid} ({_command(pid)}: {folder.name})" for pid, folder in sorted(found.items())
+    )
+
+
+def _command(pid: int) -> str:
+    """Return the name of a process, which any process may choose for itself."""
+    try:
+        return ascii(Path(f"/proc/{pid}/comm").read_text().strip())[1:-1]
+    except OSError:
+        return "ended"
 
 
 def _reason(error: OSError) -> str:
@@ -203,21 +232,33 @@ def exclusive(path: Path) -> Iterator[None]:
     Raises NotPrivateError if other users can replace what is this user's in ``path``.
     """
     os.close(make_guarded(path))
-    lock = open_file(path / "lock", os.O_RDWR | os.O_CREAT, adopt=True)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+    while True:
+        lock = FileLock()
+        try:
+            file = open_file(path / _LOCK, os.O_RDWR | os.O_CREAT, adopt=True)
+            lock.take(file, wait=True)
+            if leads_to(path / _LOCK, file):
+                yield
+                return
+        finally:
+            lock.close()  # or it was removed while this process waited: others do not see it
 
 
-def lock_store(folder: Path) -> int | None:
-    """Lock a store. Return the lock's file number; None if another engine holds the lock."""
-    lock = open_file(folder / "lock", os.O_RDWR | os.O_CREAT, adopt=True)
+def lock_store(folder: Path) -> FileLock | None:
+    """Lock a store. Return None if another engine holds the lock.
+
+    The lock is on two files: a removed ``lock`` lets no second engine in.
+    """
+    lock = FileLock()
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
+        taken = lock.take(open_file(folder / _LOCK, os.O_RDWR | os.O_CREAT, adopt=True))
+        with suppress(FileNotFoundError, NotPrivateError):  # then the store is not read at all
+            taken = taken and lock.take(open_file(folder / "store.json", os.O_RDWR, adopt=True))
+    except BaseException:
+        lock.close()
+        raise
+    if not taken:
+        lock.close()
         return None
     return lock
 
@@ -249,7 +290,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _last_write(folder: Path) -> float:
-    files = [f for f in folder.iterdir() if f.name != "lock"]
+    files = [f for f in folder.iterdir() if f.name != _LOCK]
     return max((f.lstat().st_mtime for f in files), default=0.0)
 
 
@@ -270,9 +311,9 @@ def _adopt(
             continue
         found = _load(folder, geometry, limit)
         if found is None:
-            os.close(lock)
+            lock.close()
             continue
-        locks.callback(os.close, lock)
+        locks.callback(lock.close)
         held = _LockedStore(folder, lock, found)
         if own is None and found.parts == geometry.parts:
             own = held
@@ -302,30 +343,34 @@ def _create(base: Path, geometry: Geometry, locks: ExitStack) -> _LockedStore:
     number = next(i for i in range(len(taken) + 1) if f"store-{i}" not in taken)
     folder = base / f"store-{number}"
     folder.mkdir(mode=0o700)
+    geometry.save(folder)
     lock = lock_store(folder)
     assert lock is not None, "the store was made under the path's lock"
-    locks.callback(os.close, lock)
-    geometry.save(folder)
+    locks.callback(lock.close)
     return _LockedStore(folder, lock, geometry)
 
 
 # -- room -----------------------------------------------------------------------------------
 
 
-def _make_room(path: Path, own: _LockedStore | None, mounted: list[_LockedStore], most: int) -> int:
-    """Reduce the stores other than ``own`` to ``most`` bytes if possible. Return their bytes.
+def _make_room(
+    path: Path, own: _LockedStore | None, mounted: list[_LockedStore], most: int
+) -> tuple[int, list[Path]]:
+    """Reduce the stores other than ``own`` to ``most`` bytes if possible.
 
-    Stores that other engines use are not touched.
+    Returns their bytes, and those of them that other engines use, which are not touched.
     """
     kept = {store.folder for store in (own, *mounted) if store is not None}
     total = sum(_usage(store.folder) for store in mounted)
     idle: list[tuple[Path, int]] = []
+    used_by_others: list[Path] = []
     for folder in (f for base in path.iterdir() for f in stores_under(base) if f not in kept):
         lock = lock_store(folder)
         if lock is None:
             total += max(_usage(folder), _reserved(folder))
+            used_by_others.append(folder)
         else:
-            os.close(lock)  # no engine can take it now: that needs the path's lock, held here
+            lock.close()  # no engine can take it now: that needs the path's lock, held here
             idle.append((folder, _usage(folder)))
     total += sum(used for _, used in idle)
     for folder, used in sorted(idle, key=lambda item: _last_write(item[0])):
@@ -336,7 +381,7 @@ def _make_room(path: Path, own: _LockedStore | None, mounted: list[_LockedStore]
     for store in sorted(mounted, key=lambda store: _last_write(store.folder)):
         if total > most:
             total -= _shrink(store, total - most)
-    return total
+    return total, used_by_others
 
 
 def _usage(folder: Path) -> int:
@@ -345,7 +390,7 @@ def _usage(folder: Path) -> int:
 
 def _reserved(folder: Path) -> int:
     """Return the bytes that the engine using the store may fill."""
-    with open(open_file(folder / "lock", os.O_RDONLY, adopt=True), "rb") as file:
+    with open(open_file(folder / _LOCK, os.O_RDONLY, adopt=True), "rb") as file:
         text = file.read(20)
     return int(text) if text.isdigit() else 0
 

@@ -81,8 +81,8 @@ class _Draft(NamedTuple):
 class DiskTier(Tier):
     """Slots of one shard of a store, and of the foreign stores that are mounted with it.
 
-    Once its files were removed, every read and write of its own store fails with TierUnavailable:
-    nothing would be found after a restart.
+    Once its files were removed or moved, every read and write of its own store fails with
+    TierUnavailable: nothing would be found after a restart.
 
     ``store.num_slots * slot_nbytes`` is the most that the data file grows to. With a ``guard``,
     which ``geometry`` names, blocks are encrypted or have a MAC, and no block is read straight into
@@ -413,17 +413,17 @@ class DiskTier(Tier):
             return self._unavailable("reading", request.slot, error)
 
     def _gone(self) -> TierUnavailable | None:
-        """Return an error if the files were removed. Their space is given back then."""
+        """Return an error if the files are no longer in their folder: removed, moved or replaced.
+
+        The space of removed ones is given back then.
+        """
         try:
-            lost = self._data.is_removed()
-            if not (lost or self._index.is_removed()):
+            if not (self._data.is_lost() | self._index.is_lost()):
                 return None
-            if lost:
-                self._data.discard()
         except OSError:
             return None  # closed, or the medium fails: so does each block, and says why
         return TierUnavailable(
-            f"the store {self._folder} was removed: restart the engine to make it anew"
+            f"the store {self._folder} was removed or moved: restart the engine to make it anew"
         )
 
     def _refuse(self, slot: int, nbytes: int) -> SlotError | None:

@@ -14,6 +14,7 @@ one, with no limit until it has ended: what others wrote since the clear stays.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcore._util.fd import is_removed
 from kvcore._util.outside import decode_json, printable, read_bounded
 from kvcore._util.private import open_file, open_folder, write_whole
 from kvcore._util.threads import GuardedThread
@@ -87,14 +89,29 @@ def _boot() -> str:
         return f"process {os.getpid()}"
 
 
+class _Folder(NamedTuple):
+    """The folder of a store, which is open: ``path`` led there at the start."""
+
+    path: Path
+    number: int
+
+    def is_removed(self) -> bool:
+        """Return True if it was removed. On a network, a removed folder cannot be asked."""
+        try:
+            return is_removed(self.number)
+        except OSError as error:
+            return error.errno == errno.ESTALE
+
+
 class Tombstones:
     """The clears of the stores in ``folders``, whose records have stamps up to ``newest``.
 
-    The leader keeps them. A thread writes them, because a disk may hang: only `close` waits.
+    The leader keeps them. A thread writes them, because a disk may hang: only `close` waits. They
+    follow a store that is moved, and end with one that is removed: nothing is found there again.
     """
 
     def __init__(self, folders: Iterable[Path], newest: int) -> None:
-        self._folders = list(folders)
+        self._folders = [_Folder(path, open_folder(path, adopt=True)) for path in folders]
         self._newest = newest
         self.stamps = Stamps(newest)
         self._cleared: dict[str, int] = {}
@@ -145,8 +162,10 @@ class Tombstones:
         with self._lock:
             if not self._written and self._thread is None:
                 self._start()
-        if (thread := self._thread) is not None:
-            thread.join(timeout)
+        if (thread := self._thread) is None or thread.join(timeout):
+            folders, self._folders = self._folders, []
+            for folder in folders:
+                os.close(folder.number)
 
     def _run(self) -> None:
         while True:
@@ -159,7 +178,7 @@ class Tombstones:
             for folder in self._folders:
                 own = folder == self._folders[0]
                 try:
-                    _write(folder, cleared, slots if own else [])
+                    _write(folder.number, cleared, slots if own else [])
                 except Exception as error:  # noqa: BLE001 - thread boundary: it is one folder's
                     _unrecorded(folder, error)
 
@@ -171,8 +190,13 @@ class Tombstones:
             _unrecorded(folder, error)
 
 
-def _unrecorded(folder: Path, error: BaseException) -> None:
-    _log.error("a clear could not be recorded in %s, and a restart may undo it: %s", folder, error)
+def _unrecorded(folder: _Folder, error: BaseException) -> None:
+    if folder.is_removed():
+        _log.debug("the store %s was removed, and what was cleared with it", folder.path)
+        return
+    _log.error(
+        "a clear could not be recorded in %s, and a restart may undo it: %s", folder.path, error
+    )
 
 
 def _by_stamp(slots: Mapping[int, int]) -> list[tuple[int, int, int]]:
@@ -183,15 +207,11 @@ def _by_stamp(slots: Mapping[int, int]) -> list[tuple[int, int, int]]:
     return [(*run, stamp) for stamp, some in of_stamp.items() for run in slot_runs(some)]
 
 
-def _write(folder: Path, cleared: Mapping[str, int], slots: Sequence[tuple[int, int, int]]) -> None:
+def _write(folder: int, cleared: Mapping[str, int], slots: Sequence[tuple[int, int, int]]) -> None:
     """Write the file, and flush its entry in the folder too: it must survive a loss of power."""
     content = {**cleared, SLOTS: slots} if slots else cleared
-    within = open_folder(folder, adopt=True)
-    try:
-        write_whole(within, FILE, json.dumps(content).encode())
-        os.fsync(within)
-    finally:
-        os.close(within)
+    write_whole(folder, FILE, json.dumps(content).encode())
+    os.fsync(folder)
 
 
 class _Clears(NamedTuple):

@@ -128,23 +128,52 @@ def test_no_direct_io_falls_back_or_is_refused(
 
 
 @pytest.mark.usefixtures("either_way")
-def test_a_store_that_is_removed_under_a_tier_is_noticed(path: Path) -> None:
-    """Nothing more is written into files without a name, and their space is given back."""
-    blocks = some_blocks(4)
-    with opened(path) as (_, tier):
+@pytest.mark.parametrize("way", ["removed", "moved", "folder moved", "replaced"])
+def test_a_store_that_leaves_its_path_under_a_tier_is_noticed(path: Path, way: str) -> None:
+    """Nothing more is written there. The space of removed files is given back; moved ones stay."""
+    blocks, away = some_blocks(4), path.with_name("away")
+    with opened(path) as (store, tier):
         write_blocks(tier, blocks[:2])
-        shutil.rmtree(path)
+        if way == "removed":
+            shutil.rmtree(path)
+        elif way == "moved":
+            path.rename(away)
+        else:
+            store.folder.rename(away)
+        if way == "replaced":
+            shutil.copytree(away, store.folder)
         for results in (
             tier.write([block.to_write() for block in blocks[2:]]),
             tier.read([BlockRead(block.slot, block.key, [bytearray(SLOT)]) for block in blocks]),
         ):
             assert {type(result) for result in results} == {TierUnavailable}
-            assert "was removed: restart the engine" in str(results[0])
+            assert "was removed or moved: restart the engine" in str(results[0])
         with tier._data.descriptor() as number:
-            assert os.fstat(number).st_size == 0
+            assert (os.fstat(number).st_size == 0) == (way == "removed")
         with opened(path) as (_, other):
             write_blocks(other, blocks)
             assert read_back(other, blocks[0]) == blocks[0].data, "a new engine has its own"
+
+
+def test_a_store_that_comes_back_is_used_again(path: Path) -> None:
+    """A folder that is moved and moved back is the same store, and its engine goes on with it."""
+    blocks, away = some_blocks(4), path.with_name("away")
+    with opened(path) as (_, tier):
+        write_blocks(tier, blocks[:2])
+        path.rename(away)
+        assert isinstance(tier.write([blocks[2].to_write()])[0], TierUnavailable)
+        away.rename(path)
+        write_blocks(tier, blocks[2:])
+        assert read_back(tier, blocks[0]) == blocks[0].data
+
+
+def test_a_relative_path_is_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with opened(Path("kv")) as (_, tier):
+        monkeypatch.chdir("/")
+        write_blocks(tier, some_blocks(2))
 
 
 def test_a_mounted_store_outlives_the_removal_of_the_own_one(path: Path) -> None:

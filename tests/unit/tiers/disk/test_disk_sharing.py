@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcore._util.file_lock import FileLock
+from kvcore._util.private import open_file
 from kvcore.errors import CorruptBlock, TierUnavailable
 from kvcore.memory.arena import slot_bytes
 from kvcore.model.shape import BlockShape
 from kvcore.testing.tier_contract import Block, write_blocks
+from kvcore.testing.waiting import until
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
 from kvcore.tiers.disk import STORE_SHIFT, DiskTier, Geometry, prepare_store
 from kvcore.tiers.disk.format import shard_files
+from kvcore.tiers.disk.store import exclusive
 from kvcore.tiers.geometry import RECORD_NBYTES
 from support.disk import GEOMETRY, ROOM, SLOT, fill, flip, open_tier, opened, some_blocks
 
@@ -53,6 +60,107 @@ def test_a_crowded_folder_is_refused_until_there_is_room(path: Path) -> None:
     assert after.folder == running.folder
     after.close()
     leaving.join()
+
+
+def test_a_removed_lock_lets_no_second_engine_in(path: Path) -> None:
+    first = prepare_store(path, GEOMETRY, ROOM, share=2)
+    (first.folder / "lock").unlink()
+    (path / "lock").unlink()
+    second = prepare_store(path, GEOMETRY, ROOM, share=2)
+    assert second.folder != first.folder
+    assert second.foreign == {}
+    second.close()
+    first.close()
+
+
+def test_who_waited_for_a_removed_lock_takes_the_new_one(path: Path) -> None:
+    """Two processes would choose and remove stores at once otherwise."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with exclusive(path):
+            entered.set()
+
+    waiting = threading.Thread(target=enter)
+    with exclusive(path):
+        waiting.start()
+        until(lambda: len(locks_of(path / "lock")) > 1)
+        (path / "lock").unlink()
+        newer = FileLock()
+        newer.take(open_file(path / "lock", os.O_RDWR | os.O_CREAT))
+    until(lambda: len(locks_of(path / "lock")) > 1)
+    assert not entered.is_set()
+    newer.close()
+    waiting.join(30)
+    assert entered.is_set()
+
+
+def locks_of(lock: Path) -> list[str]:
+    """Return this process's descriptors of a file."""
+    wanted, found = lock.stat(), []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/self/fd/{name}"), wanted):
+                found.append(name)
+    return found
+
+
+def test_a_forked_child_that_outlives_its_engine_keeps_no_store(path: Path) -> None:
+    """The engine keeps it while it runs, whatever its children do."""
+    running = prepare_store(path, GEOMETRY, ROOM)
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:  # what a library forks: it lives until this test ends
+        os.close(tell)
+        os.read(told, 1)
+        os._exit(0)
+    try:
+        with pytest.raises(TierUnavailable, match=rf"Held by process {os.getpid()} \(.*store-0\)"):
+            prepare_store(path, GEOMETRY, ROOM, wait_s=0)
+        running.close()
+        after = prepare_store(path, GEOMETRY, ROOM, wait_s=0)
+        assert after.folder == running.folder
+        after.close()
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+        os.close(told)
+
+
+LEFT = """
+import ctypes, os, sys
+from pathlib import Path
+from kvcore.tiers.disk import prepare_store
+from support.disk import GEOMETRY, ROOM
+store = prepare_store(Path(sys.argv[1]), GEOMETRY, ROOM)
+child = ctypes.CDLL(None).fork()  # as a library does that knows nothing of Python
+if child:
+    print(child, flush=True)
+    os._exit(0)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_left_process_that_holds_the_store_is_named(path: Path) -> None:
+    left = subprocess.Popen(
+        [sys.executable, "-c", LEFT, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert left.stdin is not None
+    assert left.stdout is not None
+    try:
+        pid = int(left.stdout.readline())
+        left.wait(30)
+        with pytest.raises(TierUnavailable, match=rf"Held by process {pid} \(python"):
+            prepare_store(path, GEOMETRY, ROOM, wait_s=0)
+    finally:
+        left.stdin.close()
+        left.stdout.close()
+    prepare_store(path, GEOMETRY, ROOM, wait_s=30).close()
 
 
 def test_a_capacity_below_one_block_is_refused(path: Path) -> None:

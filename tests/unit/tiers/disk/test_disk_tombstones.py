@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -274,6 +275,32 @@ def test_that_it_could_not_be_written_down_is_said(
     run.end()
     assert "a restart may undo it" in caplog.text
     (run.store.folder / "cleared.new").rmdir()
+
+
+def test_a_clear_of_a_removed_store_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is found in it after a restart."""
+    run = Run(tmp_path)
+    shutil.rmtree(run.store.folder)
+    run.store.tombstones.cleared(None)
+    run.end()
+    assert not caplog.records
+
+
+def test_a_clear_follows_a_store_that_is_moved(tmp_path: Path) -> None:
+    """Otherwise it would be undone by moving the folder back."""
+    run = Run(tmp_path)
+    run.write([1])
+    folder, away = run.store.folder, tmp_path / "away"
+    folder.rename(away)
+    run.store.tombstones.cleared(None)
+    run.end()
+    away.rename(folder)
+    run = Run(tmp_path)
+    assert run.store.folder == folder
+    assert run.found == set()
+    run.end()
 
 
 # -- engines ------------------------------------------------------------------------------------
