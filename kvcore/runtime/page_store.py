@@ -84,12 +84,31 @@ class PageStore:
         """True if others write to the medium, so that `ask` may find what `holds` does not know."""
         return self._finder is not None
 
+    @property
+    def lookup_s(self) -> float:
+        """Seconds that are worth waiting for an answer of a shared medium."""
+        return self._finder.lookup_s if self._finder is not None else 0.0
+
+    @property
+    def absent_s(self) -> float:
+        """Seconds for which a shared medium need not be asked again about what it lacks."""
+        return self._finder.absent_s if self._finder is not None else 0.0
+
+    @property
+    def space(self) -> bytes:
+        """What the keys mean now: `renew` changes it.
+
+        `ask`, `put` and `get` take one, for pages that an engine made or wanted at an earlier time.
+        """
+        with self._lock:
+            return self._space
+
     def holds(self, key: str) -> bool:
         """Return True if a page is known to be held. No I/O."""
         with self._lock:
             return self._serves and self._has(self._key(key))
 
-    def ask(self, keys: Sequence[str]) -> list[bool]:
+    def ask(self, keys: Sequence[str], space: bytes = b"") -> list[bool]:
         """Return True for each page that is held, whoever has written it.
 
         Blocks for a round trip if the medium is shared and a page is not known. If the medium does
@@ -98,8 +117,8 @@ class PageStore:
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
-            space = self._space[:KEY_BYTES]
-            blocks = [self._key(key) for key in keys]
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
             unknown = [block for block in blocks if not self._has(block)]
             finder = self._finder if unknown else None
             if finder is not None:
@@ -107,7 +126,7 @@ class PageStore:
         there = self._found(finder, unknown) if finder is not None else None
         with self._lock:
             if there is not None:
-                self._adopt([block for block in unknown if block in there], space)
+                self._adopt([block for block in unknown if block in there], space[:KEY_BYTES])
             return [self._has(block) for block in blocks]
 
     def _found(self, finder: Finder, blocks: Sequence[bytes]) -> set[bytes]:
@@ -145,7 +164,7 @@ class PageStore:
         with self._lock:
             self._use([self._key(key) for key in keys])
 
-    def put(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
         """Store pages; return True for each that is held now. Blocks until they are written.
 
         A page that is held already is left as it is. A page that finds no room is not stored.
@@ -153,14 +172,14 @@ class PageStore:
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
-            space = self._space[:KEY_BYTES]
-            blocks = [self._key(key) for key in keys]
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
             self._use(blocks)  # so that these pages are not evicted for the new ones
-            reserved = self._reserve(blocks, space)
+            reserved = self._reserve(blocks, space[:KEY_BYTES])
             if reserved:
                 self._breaker.started()
         writes = [
-            BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space, pages[i])
+            BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space[:KEY_BYTES], pages[i])
             for i, taken in reserved.items()
         ]
         errors = self._attempt(self._tier.write, writes)
@@ -170,7 +189,7 @@ class PageStore:
             self._written += errors.count(None)
             return [self._has(block) for block in blocks]
 
-    def get(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+    def get(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
         """Read pages; return True for each that is intact. Blocks until all are read.
 
         The buffers of the others have undefined content.
@@ -178,14 +197,14 @@ class PageStore:
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
-            space = self._space[:KEY_BYTES]
-            blocks = [self._key(key) for key in keys]
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
             pins = self._pin(blocks)
             slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
             if pins:
                 self._breaker.started()
         reads = [
-            BlockRead(slot, blocks[i], pages[i], (), ROOT_PARENT, space)
+            BlockRead(slot, blocks[i], pages[i], (), ROOT_PARENT, space[:KEY_BYTES])
             for i, slot in slots.items()
         ]
         errors = self._attempt(self._tier.read, reads)
@@ -334,8 +353,12 @@ class PageStore:
             self._breaker.succeeded()
 
     def _key(self, key: str) -> bytes:
-        """Return the block key of an engine's key."""
-        return hashlib.blake2b(key.encode(), key=self._space, digest_size=KEY_BYTES).digest()
+        return _block(key, self._space)
+
+
+def _block(key: str, space: bytes) -> bytes:
+    """Return the block key of an engine's key."""
+    return hashlib.blake2b(key.encode(), key=space, digest_size=KEY_BYTES).digest()
 
 
 def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int = 1) -> PageStore:
