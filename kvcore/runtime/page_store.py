@@ -6,6 +6,10 @@ every page is independent, and reads and writes are done when the call returns.
 
     put   reserve ──▶ tier.write ──▶ publish       a page is found only when it is whole
     get   pin ──▶ tier.read, checked ──▶ unpin     a bad page is dropped, and not found again
+    ask   a store's finder ──▶ publish             pages that other engines have written
+
+An engine calls it through an adapter: HiCache's storage on SGLang, a tier below vLLM's offloading
+(`kvcore.runtime.page_jobs`).
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import hashlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+from kvcore import log
 from kvcore._util.circuit_breaker import Breaker
-from kvcore.config import Config
-from kvcore.errors import ConfigError, CorruptBlock, TierError, TierUnavailable
+from kvcore.config import Config, load_config
+from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.memory.buffers import Buffers
 from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
@@ -27,8 +32,9 @@ from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.remote.lookup import Finder
 
-__all__ = ["PageCounts", "PageStore", "open_pages"]
+__all__ = ["PageCounts", "PageStore", "ignored_settings", "open_pages", "page_settings"]
 
 _log = logging.getLogger("kvcore.pages")
 _Request = TypeVar("_Request")
@@ -51,6 +57,7 @@ class PageStore:
         identity: everything that must be equal for pages of equal keys to be the same page, and a
             secret if there is one.
         release: called once, when the store has closed.
+        finder: asks a medium that others write to which pages it holds.
     """
 
     def __init__(
@@ -59,10 +66,12 @@ class PageStore:
         tier: Tier,
         identity: bytes,
         release: Callable[[], None] = lambda: None,
+        finder: Finder | None = None,
     ) -> None:
         [self._name] = index.tiers
         self._index = index
         self._tier = tier
+        self._finder = finder
         self._space = hashlib.sha256(b"kvcore pages" + identity).digest()
         self._release = release
         self._lock = threading.Lock()
@@ -70,32 +79,107 @@ class PageStore:
         self._written = self._read = self._corrupt = 0
         self._closed = False
 
-    def leading(self, keys: Sequence[str]) -> int:
-        """Return how many of ``keys``, from the first on, are held. No I/O."""
+    @property
+    def shared(self) -> bool:
+        """True if others write to the medium, so that `ask` may find what `holds` does not know."""
+        return self._finder is not None
+
+    @property
+    def lookup_s(self) -> float:
+        """Seconds that are worth waiting for an answer of a shared medium."""
+        return self._finder.lookup_s if self._finder is not None else 0.0
+
+    @property
+    def absent_s(self) -> float:
+        """Seconds for which a shared medium need not be asked again about what it lacks."""
+        return self._finder.absent_s if self._finder is not None else 0.0
+
+    @property
+    def space(self) -> bytes:
+        """What the keys mean now: `renew` changes it.
+
+        `ask`, `put` and `get` take one, for pages that an engine made or wanted at an earlier time.
+        """
         with self._lock:
-            if self._closed or not self._breaker.allows():
+            return self._space
+
+    def holds(self, key: str) -> bool:
+        """Return True if a page is known to be held. No I/O."""
+        with self._lock:
+            return self._serves and self._has(self._key(key))
+
+    def ask(self, keys: Sequence[str], space: bytes = b"") -> list[bool]:
+        """Return True for each page that is held, whoever has written it.
+
+        Blocks for a round trip if the medium is shared and a page is not known. If the medium does
+        not answer, the page counts as not held.
+        """
+        with self._lock:
+            if not self._serves:
+                return [False] * len(keys)
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
+            unknown = [block for block in blocks if not self._has(block)]
+            finder = self._finder if unknown else None
+            if finder is not None:
+                self._breaker.started()
+        there = self._found(finder, unknown) if finder is not None else None
+        with self._lock:
+            if there is not None:
+                self._adopt([block for block in unknown if block in there], space[:KEY_BYTES])
+            return [self._has(block) for block in blocks]
+
+    def _found(self, finder: Finder, blocks: Sequence[bytes]) -> set[bytes]:
+        """Return what the medium holds. A lookup that works does not say that reads do."""
+        try:
+            there = finder.held(blocks)
+        except Exception as error:  # noqa: BLE001 - a third party's store
+            unfit = TierUnavailable(f"a lookup in the tier {self._name} failed: {error!r}")
+            with self._lock:
+                self._heed([error if isinstance(error, TierUnavailable) else unfit])
+            return set()
+        with self._lock:
+            self._breaker.undecided()
+        return there
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """Return how many of ``keys``, from the first on, are held. Blocks as `ask` does."""
+        count = self._known(keys)
+        if count < len(keys) and self.shared:
+            self.ask(keys[count:])
+            count = self._known(keys)
+        return count
+
+    def _known(self, keys: Sequence[str]) -> int:
+        with self._lock:
+            if not self._serves:
                 return 0
             for count, key in enumerate(map(self._key, keys)):
-                if not self._index.match([key]).depths[0]:
+                if not self._has(key):
                     return count
         return len(keys)
 
-    def put(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+    def use(self, keys: Sequence[str]) -> None:
+        """Count a use of the pages that are held. No I/O."""
+        with self._lock:
+            self._use([self._key(key) for key in keys])
+
+    def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
         """Store pages; return True for each that is held now. Blocks until they are written.
 
         A page that is held already is left as it is. A page that finds no room is not stored.
         """
         with self._lock:
-            if self._closed or not self._breaker.allows():
+            if not self._serves:
                 return [False] * len(keys)
-            space = self._space[:KEY_BYTES]
-            blocks = [self._key(key) for key in keys]
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
             self._use(blocks)  # so that these pages are not evicted for the new ones
-            reserved = self._reserve(blocks)
+            reserved = self._reserve(blocks, space[:KEY_BYTES])
             if reserved:
                 self._breaker.started()
         writes = [
-            BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space, pages[i])
+            BlockWrite(int(taken.slots[0]), blocks[i], ROOT_PARENT, space[:KEY_BYTES], pages[i])
             for i, taken in reserved.items()
         ]
         errors = self._attempt(self._tier.write, writes)
@@ -103,24 +187,24 @@ class PageStore:
             self._publish(list(zip(reserved.values(), writes, errors, strict=True)))
             self._heed(errors)
             self._written += errors.count(None)
-            return [bool(self._index.match([block]).depths[0]) for block in blocks]
+            return [self._has(block) for block in blocks]
 
-    def get(self, keys: Sequence[str], pages: Sequence[Buffers]) -> list[bool]:
+    def get(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
         """Read pages; return True for each that is intact. Blocks until all are read.
 
         The buffers of the others have undefined content.
         """
         with self._lock:
-            if self._closed or not self._breaker.allows():
+            if not self._serves:
                 return [False] * len(keys)
-            blocks = [self._key(key) for key in keys]
+            space = space or self._space
+            blocks = [_block(key, space) for key in keys]
             pins = self._pin(blocks)
             slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
             if pins:
                 self._breaker.started()
-        space = self._space[:KEY_BYTES]
         reads = [
-            BlockRead(slot, blocks[i], pages[i], (), ROOT_PARENT, space)
+            BlockRead(slot, blocks[i], pages[i], (), ROOT_PARENT, space[:KEY_BYTES])
             for i, slot in slots.items()
         ]
         errors = self._attempt(self._tier.read, reads)
@@ -129,7 +213,7 @@ class PageStore:
             self._heed(errors)
             for (i, pin), error in zip(pins.items(), errors, strict=True):
                 found[i] = error is None
-                if isinstance(error, CorruptBlock):
+                if isinstance(error, (CorruptBlock, BlockMissing)):
                     self._drop(blocks[i], error)
                 self._index.unpin(pin)
             self._read += errors.count(None)
@@ -147,14 +231,23 @@ class PageStore:
     def clear(self) -> None:
         """Forget every page, on the medium too.
 
-        Raises TierUnavailable if the medium does not invalidate them; its pages may then be found
-        after a restart.
+        On a shared medium those that this store knows are deleted, and this store finds no other
+        one of before. Raises TierUnavailable if the medium does not invalidate them; its pages may
+        then be found after a restart.
         """
         with self._lock:
             if self._closed:
                 return
             gone = self._index.removal.clear()[self._name]
             self._tier.invalidate(page.slot for page in gone)
+        if self._finder is not None:
+            self._finder.delete([page.key for page in gone])
+            self.renew()
+
+    def late(self) -> None:
+        """Count a failure of the medium that no operation reports: one did not end in time."""
+        with self._lock:
+            self._breaker.failed()
 
     def counts(self) -> PageCounts:
         with self._lock:
@@ -190,12 +283,24 @@ class PageStore:
 
     # -- with the lock held -------------------------------------------------------------------
 
-    def _reserve(self, blocks: Sequence[bytes]) -> dict[int, Reservation]:
+    @property
+    def _serves(self) -> bool:
+        """True if the store is open, and its medium is not left alone."""
+        return not self._closed and self._breaker.allows()
+
+    def _has(self, block: bytes) -> bool:
+        return bool(self._index.match([block]).depths[0])
+
+    def _adopt(self, blocks: Sequence[bytes], space: bytes) -> None:
+        """Publish pages that the medium holds already."""
+        for taken in reversed(self._reserve(blocks, space).values()):
+            self._index.lifecycle.commit(taken, failed_from=None)
+
+    def _reserve(self, blocks: Sequence[bytes], space: bytes) -> dict[int, Reservation]:
         """Return slots by position for the pages that are not held.
 
         If room is short, the first pages get it.
         """
-        space = self._space[:KEY_BYTES]
         taken = (
             self._index.lifecycle.reserve(self._name, [block], 0, 1, space) for block in blocks
         )
@@ -206,7 +311,7 @@ class PageStore:
         gone = []
         for taken, write, error in reversed(wrote):
             self._index.lifecycle.commit(taken, failed_from=None if error is None else 0)
-            if error is None and not self._index.match([write.key]).depths[0]:
+            if error is None and not self._has(write.key):
                 gone.append(write.slot)  # cleared meanwhile
         if gone:
             self._tier.invalidate(gone)
@@ -228,10 +333,15 @@ class PageStore:
         """Count a use of the pages that are held, and pin them; return the pins by position."""
         return {i: self._index.pin(self._name, blocks[i]) for i in self._use(blocks)}
 
-    def _drop(self, block: bytes, error: CorruptBlock) -> None:
+    def _drop(self, block: bytes, error: TierError) -> None:
+        """Forget a page that is corrupt, or that a shared medium does not hold any more."""
+        self._index.removal.drop_subtree(self._name, block)
+        if not isinstance(error, CorruptBlock):
+            return
         _log.warning("a stored page is corrupt and was dropped: %s", error)
         self._corrupt += 1
-        self._index.removal.drop_subtree(self._name, block)
+        if self._finder is not None:
+            self._finder.delete([block])
 
     def _heed(self, errors: Sequence[TierError | None]) -> None:
         """Tell the circuit breaker how a batch went."""
@@ -243,8 +353,12 @@ class PageStore:
             self._breaker.succeeded()
 
     def _key(self, key: str) -> bytes:
-        """Return the block key of an engine's key."""
-        return hashlib.blake2b(key.encode(), key=self._space, digest_size=KEY_BYTES).digest()
+        return _block(key, self._space)
+
+
+def _block(key: str, space: bytes) -> bytes:
+    """Return the block key of an engine's key."""
+    return hashlib.blake2b(key.encode(), key=space, digest_size=KEY_BYTES).digest()
 
 
 def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int = 1) -> PageStore:
@@ -276,4 +390,46 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
         found.prepared.release()
         raise
     _log.info("pages found=%d dropped=%d", index.num_used(found.spec.name), len(lost))
-    return PageStore(index, tier, identity, found.prepared.release)
+    return PageStore(index, tier, identity, found.prepared.release, found.prepared.finder)
+
+
+def page_settings(given: Mapping[str, Any], given_in: str) -> Config:
+    """Return the settings of an engine's pages, and set kvcore's log up. Raises ConfigError.
+
+    ``given`` is what the engine was told, and ``given_in`` says where. Settings that pages have no
+    use for are named in the log.
+    """
+    config = load_config(overrides=dict(given), overrides_from=given_in)
+    log.configure(config.log.level, config.log.format)
+    if ignored := ignored_settings(given):
+        _log.warning("settings that pages have no use for are ignored: %s", ", ".join(ignored))
+    return config
+
+
+_WHOLE = {"cluster", "engine", "log", "namespace", "plugins", "sglang", "vllm"}
+"""Tables that such a store has a use for, or that say how the engine runs."""
+_BACKING = {"admit_after", "to_device", "write"}
+"""What a backing tier has no use for where every page goes to it at once."""
+
+
+def ignored_settings(given: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings, as an engine gives them, that a store of pages ignores."""
+    found = []
+    for table, settings in given.items():
+        if table in _WHOLE:
+            continue
+        named: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {"": settings}
+        if table == "disk":
+            found += [f"disk.{name}" for name in named if name in _BACKING]
+        elif table == "tiers":
+            found += [
+                f"tiers.{tier}.{name}"
+                for tier, options in named.items()
+                for name in options
+                if name in _BACKING
+            ]
+        elif table == "transfer":
+            found += [f"transfer.{name}" for name in named if name != "load_deadline_s"]
+        else:
+            found += [f"{table}.{name}".rstrip(".") for name in named]
+    return sorted(found)

@@ -27,6 +27,12 @@ START = [
         "Give it the name in the line: two underscores stand before and between the names.",
     ),
     Trouble(
+        "settings that pages have no use for are ignored: %s",
+        "Below another cache (HiCache, vLLM's offloading) kvcore keeps the engine's pages in one "
+        "tier. It has no host memory there, and writes every page at once.",
+        "Remove those settings.",
+    ),
+    Trouble(
         "no native copies: %s",
         "The native copy routines are not built. torch copies instead, more slowly.",
         BUILD_NATIVE,

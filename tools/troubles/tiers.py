@@ -128,7 +128,7 @@ TIERS = [
     Trouble("closing tier %s: %s", "Closing the tier failed.", MEDIUM),
     Trouble(
         "a stored page is corrupt and was dropped: %s",
-        "The bytes that were read are not those that were written. SGLang computes the page.",
+        "The bytes that were read are not those that were written. The engine computes the page.",
         "If it happens again, check the medium; for a disk run `kvcore scrub`.",
     ),
 ]

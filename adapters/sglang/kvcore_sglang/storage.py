@@ -27,13 +27,11 @@ from typing import Any
 
 import torch
 
-from kvcore import log
-from kvcore.config import Config, load_config
 from kvcore.connector.guard import Neutral, covered
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
-from kvcore.runtime.page_store import PageStore, open_pages
+from kvcore.runtime.page_store import PageStore, open_pages, page_settings
 from kvcore.tiers.geometry import Geometry
 from kvcore_sglang import hooks
 from kvcore_sglang.identity import model_identity, serving_model
@@ -163,10 +161,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
                 f'go under {SETTINGS!r}: {{"{SETTINGS}": {{"disk": {{"path": ..., '
                 '"capacity": ...}}}'
             )
-        self._config: Config = load_config(
-            overrides=extra[SETTINGS], overrides_from="hicache-storage-backend-extra-config"
-        )
-        log.configure(self._config.log.level, self._config.log.format)
+        self._config = page_settings(extra[SETTINGS], "hicache-storage-backend-extra-config")
         self._storage = storage_config
         self._pages: HostPages | None = None
         self._store: PageStore | None = None
@@ -263,7 +258,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
     # -- pages of the host pool ---------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return how many of the first pages are stored."""
+        """Return how many of the first pages are stored. A shared store is asked; that blocks."""
         return self.store.leading(keys)
 
     def batch_get_v1(

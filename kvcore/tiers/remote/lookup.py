@@ -136,6 +136,16 @@ class StoreFinder(Finder):
             if query in self._open:
                 self._open.remove(query)
 
+    def held(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``keys`` that the store holds completely. Blocks for a round trip.
+
+        Raises TierError if the store does not answer. Not for the leader: it asks.
+        """
+        found = self._held(dict.fromkeys(keys), "")
+        with self._changed:
+            unwanted = set(self._unwanted)
+        return found - self._pending.keys() - unwanted
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """Start deleting blocks from the store, for all its users.
 

@@ -17,10 +17,11 @@ from kvcore.errors import ConfigError, TierError, TierUnavailable
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import BlockShape
-from kvcore.runtime.page_store import PageStore, open_pages
+from kvcore.runtime.page_store import PageStore, ignored_settings, open_pages, page_settings
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.memory import MemoryTier
+from kvcore.tiers.remote.memory import shared_store
 
 SHAPE = BlockShape(2, 1, 16, 4, "bfloat16", kv_factor=1)
 GEOMETRY = Geometry(SHAPE, b"pages of a test.", ((0, 1),))
@@ -322,6 +323,123 @@ def test_stores_that_share_a_folder_stay_within_its_capacity(tmp_path: Path) -> 
     assert used <= capacity
     for store in stores:
         store.close()
+
+
+# -- in a store that others write to ------------------------------------------------------------
+
+
+def shared(name: str, pages: int = 8, identity: bytes = b"identity") -> PageStore:
+    table = {"plugin": "memory-store", "capacity": pages * 4096, "options": {"name": name}}
+    config = load_config(overrides={"tiers": {"shared": table}}, env={})
+    return open_pages(config, GEOMETRY, identity)
+
+
+@pytest.fixture
+def values(request: pytest.FixtureRequest) -> dict[str, bytes]:
+    """The values of the store that is named after the test."""
+    return shared_store(request.node.name).values
+
+
+def test_pages_that_others_wrote_are_found_and_not_written_again(
+    request: pytest.FixtureRequest, values: dict[str, bytes]
+) -> None:
+    name = request.node.name
+    first, second, other = shared(name), shared(name), shared(name, identity=b"other")
+    assert put(first, ["a", "b"]) == [True, True]
+    assert not second.holds("a")
+    assert second.ask(["a", "c", "b"]) == [True, False, True]
+    assert second.holds("a")
+    assert got(second, ["a", "b", "c"]) == ["a", "b"]
+    assert other.leading(["a"]) == 0
+    first.close()
+    again = shared(name)
+    assert again.leading(["a", "b", "c"]) == 2, "after a restart"
+    before = dict(values)
+    values.clear()
+    assert got(again, ["a"]) == []
+    assert not again.holds("a")
+    assert again.leading(["a"]) == 0, "the store has lost it"
+    values.update(before)
+    assert again.leading(["a", "b"]) == 2
+    for store in (second, other, again):
+        store.check_integrity()
+        store.close()
+
+
+def test_a_corrupt_page_leaves_the_shared_store(
+    request: pytest.FixtureRequest, values: dict[str, bytes]
+) -> None:
+    store = shared(request.node.name)
+    put(store, ["a"])
+    [name] = [name for name, value in values.items() if len(value) > SHAPE.nbytes]
+    values[name] = values[name][:-1] + bytes([values[name][-1] ^ 1])
+    assert got(store, ["a"]) == []
+    assert store.counts().corrupt == 1
+    assert store.leading(["a"]) == 0
+    assert put(store, ["a"]) == [True]
+    store.close()
+
+
+def test_what_was_cleared_is_not_found_again_in_the_shared_store(
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.name
+    first, second = shared(name), shared(name)
+    put(first, ["a"])
+    second.clear()
+    assert second.leading(["a"]) == 0
+    first.clear()
+    first.close()
+    again = shared(name)
+    assert again.leading(["a"]) == 0
+    for store in (again, second):
+        store.close()
+
+
+def test_lookups_that_fail_find_nothing_and_those_that_work_do_not_hide_failing_reads(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = request.node.name
+    store, made = shared(name), shared_store(name)
+    put(store, ["a"])
+
+    def fails(*_: object) -> list[TierError | None]:
+        raise TierUnavailable("the store is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "exists", fails)
+        assert store.leading(["a", "b"]) == 1
+    assert got(store, ["a"]) == ["a"]
+    monkeypatch.setattr(made, "get", fails)
+    for _ in range(3):
+        assert store.leading(["a", "b"]) == 1
+        assert got(store, ["a"]) == []
+    assert store.leading(["a"]) == 0, "it is left alone"
+    store.close()
+
+
+def test_settings_without_a_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    given = {
+        "disk": {"path": "/kv", "write": "selective", "to_device": "off"},
+        "tiers": {"shared": {"plugin": "redis", "admit_after": 3}},
+        "host": {"capacity": "1GiB"},
+        "transfer": {"load_deadline_s": 3, "copy_threads": 2},
+        "namespace": {"secret": "x" * 16},
+        "block": {"tokens": 32},
+    }
+    assert ignored_settings(given) == [
+        "block.tokens",
+        "disk.to_device",
+        "disk.write",
+        "host.capacity",
+        "tiers.shared.admit_after",
+        "transfer.copy_threads",
+    ]
+    assert page_settings(given, "the test").transfer.load_deadline_s == 3
+    assert "are ignored: block.tokens, disk.to_device, disk.write" in caplog.text
+    caplog.clear()
+    page_settings({"disk": {"path": "/kv"}}, "the test")
+    assert not caplog.records
 
 
 def test_a_folder_that_is_taken_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
