@@ -31,8 +31,8 @@ from kvcore.model.keys import KEY_BYTES, ROOT_PARENT
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, prepare_backings
 from kvcore.tiers.base import BlockRead, BlockWrite, Tier
+from kvcore.tiers.finder import Finder
 from kvcore.tiers.geometry import Geometry
-from kvcore.tiers.remote.lookup import Finder
 
 __all__ = ["PageCounts", "PageStore", "ignored_settings", "open_pages", "page_settings"]
 

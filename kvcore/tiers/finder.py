@@ -106,6 +106,13 @@ class Finder(ABC):
         """Cancel a query. What it has found so far stays valid."""
 
     @abstractmethod
+    def held(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return those of ``keys`` that the store holds completely. Blocks for a round trip.
+
+        Raises TierError if the store does not answer. Not for the leader: it asks.
+        """
+
+    @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
         """Start deleting blocks from the store, for all its users.
 

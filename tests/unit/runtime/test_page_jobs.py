@@ -17,7 +17,7 @@ from kvcore.runtime.page_jobs import BUFFER_NBYTES, FAILED_S, LOADERS, Ended, Pa
 from kvcore.runtime.page_store import PageStore
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.memory import MemoryTier
-from kvcore.tiers.remote.lookup import Finder
+from kvcore.tiers.remote.lookup import StoreFinder
 
 NBYTES = 4096
 ROWS = 12
@@ -55,7 +55,7 @@ class Gated(MemoryTier):
 class Rig:
     """Jobs over a tier, with a clock that the test moves."""
 
-    def __init__(self, finder: Finder | None = None) -> None:
+    def __init__(self, finder: StoreFinder | None = None) -> None:
         self.tier = Gated()
         self.now = 1000.0
         index = BlockIndex([TierSpec("tier", SLOTS)])
@@ -299,7 +299,7 @@ def test_draining_ends_what_does_not_end_by_itself(rig: Rig) -> None:
 # -- a medium that others write to ----------------------------------------------------------------
 
 
-class Asked(Finder):
+class Asked(StoreFinder):
     """A finder whose answers wait for a gate."""
 
     lookup_s, absent_s = 0.5, 2.0
