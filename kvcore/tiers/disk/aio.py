@@ -13,7 +13,7 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvcore.memory.buffers import nbytes_of
@@ -173,7 +173,7 @@ class _Batch:
     def __init__(self, context: _Context, file: int, moves: Iterable[Move], write: bool) -> None:
         self._context = context
         self._file = file
-        self._moves = self._queueable(moves)
+        self._moves = iter(moves)
         self.left: list[Move] = []
         self._write = write
         self._next = 0
@@ -196,14 +196,6 @@ class _Batch:
         while self._under_way:
             self._wait()
 
-    def _queueable(self, moves: Iterable[Move]) -> Iterator[Move]:
-        """Yield the moves for the queue, and keep the others for later."""
-        for move in moves:
-            if len(move.buffers) <= IOV_MAX and is_aligned(move.buffers):
-                yield move
-            else:
-                self.left.append(move)
-
     def _wait(self) -> list[tuple[Move, int]]:
         """Return (move, the kernel's result) of some moves that have ended. Blocks."""
         ended = [(self._under_way.pop(n)[0], result) for n, result in self._context.wait()]
@@ -217,17 +209,22 @@ class _Batch:
             failed += self._start(some)
         return failed
 
-    def _next_moves(self) -> Iterator[Move]:
-        """Yield at most `_AT_ONCE` moves for which there is room."""
+    def _next_moves(self) -> list[Move]:
+        """Return at most `_AT_ONCE` moves for which there is room. Others are kept for later."""
+        taken: list[Move] = []
         count, nbytes = len(self._under_way), self._nbytes
-        for _ in range(_AT_ONCE):
-            if count >= DEPTH or (count >= _BUSY_MOVES and nbytes >= _BUSY_NBYTES):
-                return
+        while len(taken) < _AT_ONCE and count < DEPTH:
+            if count >= _BUSY_MOVES and nbytes >= _BUSY_NBYTES:
+                break
             move = next(self._moves, None)
             if move is None:
-                return
+                break
+            if len(move.buffers) > IOV_MAX or not is_aligned(move.buffers):
+                self.left.append(move)
+                continue
+            taken.append(move)
             count, nbytes = count + 1, nbytes + nbytes_of(move.buffers)
-            yield move
+        return taken
 
     def _start(self, prepared: list[_Prepared]) -> list[tuple[int, Outcome]]:
         failed: list[tuple[int, Outcome]] = []
