@@ -18,7 +18,7 @@ from torch.nn import functional
 from kvcore.fusion.attend import Attention, attend_rows, look_of, look_rows
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import keep_top
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps, HeadRange, Units
 from kvcore.memory.copy.link import Way
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
@@ -174,10 +174,10 @@ class _Cases:
         engine, pages = self._engine(blocks, "tokens")
         arena, slots = self._arena(blocks, shape)
         ropes = [Rope(shape.head_dim, shape.head_dim, Pairing.NEOX, 5e5)] * shape.layers
-        args = (
-            arena, slots, engine, pages, list(range(shape.layers)), shape.block_tokens,
-            HeadRange(0, 0, shape.kv_heads), ropes, np.full(blocks, 1000),
-        )  # fmt: skip
+        heads = HeadRange(0, 0, shape.kv_heads)
+        layers = list(range(shape.layers))
+        copy = Copy(arena, slots, engine, pages, layers, shape.block_tokens, heads)
+        args = copy, ropes, np.full(blocks, 1000)
         return Case(
             "shift", self._size(blocks), 2 * blocks * shape.nbytes, "copy",
             {OURS: partial(shift.copy_shifted, *args),

@@ -30,7 +30,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks._report import Report, Row
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps, Units
 from kvcore.memory.copy.link import LinkOps
 from kvcore.memory.copy.link import Way as LinkWay
 from kvcore.memory.copy.native import NativeOps
@@ -289,16 +289,7 @@ class _NoKernels(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return True
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
+    def copy(self, copy: Copy) -> None:
         pass
 
 

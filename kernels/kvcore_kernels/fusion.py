@@ -13,7 +13,7 @@ from kvcore.fusion.ops import Kept, Place, Placing, Sample, TorchFusion, token_t
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.rows import Rows
-from kvcore.memory.copy.base import DeviceOps, HeadRange
+from kvcore.memory.copy.base import Copy, DeviceOps, HeadRange
 from kvcore.memory.layout import KVView
 from kvcore_kernels.attend.checks import MIN_DIM
 from kvcore_kernels.attend.launch import attend_parts
@@ -104,7 +104,7 @@ class TritonFusion(TorchFusion):
             _check_ropes(ropes)
             one = source.select_layers([0])
             for rope in dict.fromkeys(ropes):
-                check_shift(one, src, target, dst, [0], 1, heads, [rope], distances)
+                check_shift(Copy(one, src, target, dst, [0], 1, heads), [rope], distances)
             shifts = Shifts(
                 source, src, plane_table(target, [0], 0), 1, dst, layers, 1, heads, ropes,
                 distances, kernel_device((source, target)),

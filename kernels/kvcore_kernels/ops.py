@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.copy.link import LinkOps, Way
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView
@@ -46,17 +46,8 @@ class KernelOps(DeviceOps):
         for ends in ((pages, blocks), (blocks, pages)):
             prepare(*ends, unit_tokens, self._programs)
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
-        copy_units(src, src_units, dst, dst_units, layers, unit_tokens, heads, self._programs)
+    def copy(self, copy: Copy) -> None:
+        copy_units(copy, self._programs)
 
 
 class TritonOps(LinkOps):

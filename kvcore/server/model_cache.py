@@ -27,7 +27,7 @@ from kvcore.index.slots import SlotRun
 from kvcore.manager import HOST, KVManager
 from kvcore.manager.base import Hit, Lane, Planned, Promise, Source
 from kvcore.memory.arena import HostArena, arena_bytes
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.hugepages import SharedPages
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -77,16 +77,7 @@ class _NoCopies(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return False
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
+    def copy(self, copy: Copy) -> None:
         raise LayoutError("the server copies no pages of an engine: its clients do")
 
 

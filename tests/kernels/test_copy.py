@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.memory.copy import HeadRange
+from kvcore.memory.copy import Copy, HeadRange
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.copy.link import Way
 from kvcore.memory.copy.reference import ReferenceOps
@@ -180,9 +180,9 @@ def test_nothing_to_copy_touches_nothing(copy: Callable[..., None]) -> None:
     view, arena = vllm_view(shape, 2, 8, ORDERS[0]), arena_view(shape, 2)
     before = twin(arena)
     none = np.zeros(0, np.int64)
-    copy(view, none, arena, none, [0, 1], 8, HeadRange(0, 0, 2))
-    copy(view, np.array([0]), arena, np.array([0]), [], 8, HeadRange(0, 0, 2))
-    copy(view, np.array([0]), arena, np.array([0]), [0], 8, HeadRange(0, 0, 0))
+    copy(Copy(view, none, arena, none, [0, 1], 8, HeadRange(0, 0, 2)))
+    copy(Copy(view, np.array([0]), arena, np.array([0]), [], 8, HeadRange(0, 0, 2)))
+    copy(Copy(view, np.array([0]), arena, np.array([0]), [0], 8, HeadRange(0, 0, 0)))
     assert_same(arena, before)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.memory.checksums import FIRST, KEY, SECOND
 from kvcore.memory.copy import HeadRange
+from kvcore.memory.copy.base import Copy
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.attend.launch import attend_parts, attend_rows
@@ -137,7 +138,7 @@ def shift_many(view: KVView) -> None:
 def shift(view: KVView) -> None:
     rope, arena = Rope(DIM, DIM, Pairing.NEOX, 1e4), normal(arena_view(SHAPE, 1))
     layers, heads = WHOLE
-    copy_shifted(arena, SLOT, view, PAGES, layers, TOKENS, heads, [rope], np.array([5]))
+    copy_shifted(Copy(arena, SLOT, view, PAGES, layers, TOKENS, heads), [rope], np.array([5]))
 
 
 def packed() -> tuple[KVView, Tensor]:

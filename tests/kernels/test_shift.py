@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvcore.errors import KVCoreError, LayoutError, UnsupportedError
 from kvcore.fusion.rope import Linear, Llama3, Pairing, Rope, Yarn
 from kvcore.memory.copy import HeadRange
+from kvcore.memory.copy.base import Copy
 from kvcore.memory.layout import KVView, unit_tokens
 from kvcore.model.shape import BlockShape
 from kvcore_kernels.shift import launch, naive
@@ -31,8 +32,9 @@ def check(src: KVView, units: np.ndarray, dst: KVView, *args: object) -> KVView:
     """Both twins from the same start: the same bytes after. Returns what was written to."""
     ours, right = twin(dst), twin(dst)
     before = twin(src)
-    launch.copy_shifted(src, units, ours, *args)  # type: ignore[arg-type]
-    naive.copy_shifted(src, units, right, *args)  # type: ignore[arg-type]
+    *parts, ropes, distances = args
+    for twin_, copy_shifted in ((ours, launch.copy_shifted), (right, naive.copy_shifted)):
+        copy_shifted(Copy(src, units, twin_, *parts), ropes, distances)  # type: ignore[arg-type]
     wholes = ([raw(t).view(t.dtype) for t in view.tensors] for view in (ours, right))
     assert_rotated(*wholes)
     assert_same(src, before)
@@ -95,10 +97,10 @@ def test_what_does_not_move_keeps_its_bits() -> None:
     shape = BlockShape(1, 1, 64, 16, "bfloat16")
     src, dst = arena_view(shape, 2), arena_view(shape, 2)
     units, rope = np.arange(2), Rope(64, 64, Pairing.GPTJ, 1e4)
-    args = (src, units, dst, units, [0], 16, HeadRange(0, 0, 1))
-    launch.copy_shifted(*args, [rope], np.array([0, 0]))
+    copy = Copy(src, units, dst, units, [0], 16, HeadRange(0, 0, 1))
+    launch.copy_shifted(copy, [rope], np.array([0, 0]))
     assert_same(src, dst)
-    launch.copy_shifted(*args, [rope], np.array([0, 5]))
+    launch.copy_shifted(copy, [rope], np.array([0, 5]))
     half = shape.nbytes // 4
     old, new = (view.tensors[0].view(torch.int16).view(2, 2, half) for view in (src, dst))
     assert torch.equal(old[0], new[0])
@@ -152,5 +154,7 @@ def test_what_does_not_fit_is_refused(  # type: ignore[no-untyped-def]
         "layers": [0, 1], "unit_tokens": 8, "heads": HeadRange(0, 0, shape.kv_heads),
         "ropes": [ROPE, ROPE], "distances": np.array([3]),
     }  # fmt: skip
+    args |= change
+    ropes, distances = args.pop("ropes"), args.pop("distances")
     with pytest.raises(error, match=message):
-        twin(**(args | change))
+        twin(Copy(**args), ropes, distances)

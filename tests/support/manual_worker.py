@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.base import Copy
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.testing.gpu import GpuRank, ManualMachine, RecordingDevice, RecordingOps, installed
@@ -33,22 +33,13 @@ class FailingOps(RecordingOps):
     refuse = 0
     breaks = False
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
+    def copy(self, copy: Copy) -> None:
         if self.refuse:
             self.refuse -= 1
             raise RuntimeError("planted: out of memory")
         if self.breaks:
             self.machine.launch("a copy", _break)
-        super().copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)
+        super().copy(copy)
 
 
 def _break() -> None:

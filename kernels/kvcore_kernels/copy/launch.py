@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.base import Copy, HeadRange
 from kvcore.memory.copy.cache import ViewCache
 from kvcore.memory.device import Device, Event, device_of
 from kvcore.memory.layout import KVView
@@ -81,27 +81,19 @@ class _Plan(NamedTuple):
     sent: Event
 
 
-def copy_units(
-    src: KVView,
-    src_units: Units,
-    dst: KVView,
-    dst_units: Units,
-    layers: Sequence[int],
-    unit_tokens: int,
-    heads: HeadRange,
-    programs: int | None = None,
-) -> None:
-    """Copy ``src_units[i]`` of ``src`` to ``dst_units[i]`` of ``dst``, all layers in one launch.
+def copy_units(copy: Copy, programs: int | None = None) -> None:
+    """Carry out a copy, all layers in one launch.
 
-    The arguments are those of `kvcore.memory.copy.base.DeviceOps.copy`, checked by its
-    `copy_blocks`. ``programs`` bounds the programs of the launch; without it every tile has one.
-    Memory is a GPU's, or registered host memory, which the kernel accesses over the link. Only the
-    chosen units of ``dst`` are written. The work is enqueued on the GPU's current stream; the host
-    does not wait. If a unit occurs twice in ``dst_units``, the order of the writes is undefined.
-    Thread-safe. Raises UnsupportedError if a unit has too many rows for a launch.
+    `kvcore.memory.copy.base.DeviceOps.copy_blocks` has checked it. ``programs`` bounds the programs
+    of the launch; without it every tile has one. Memory is a GPU's, or registered host memory,
+    which the kernel accesses over the link. Only the chosen units of ``dst`` are written. The work
+    is enqueued on the GPU's current stream; the host does not wait. If a unit occurs twice in
+    ``dst_units``, the order of the writes is undefined. Thread-safe. Raises UnsupportedError if a
+    unit has too many rows for a launch.
     """
-    if not (len(src_units) and len(layers) and heads.size):
+    if copy.is_empty:
         return
+    src, src_units, dst, dst_units, layers, unit_tokens, heads = copy
     device = kernel_device((src, dst))
     with guard(device):
         plan = _plan(src, dst, layers, unit_tokens, heads, device)
@@ -142,7 +134,7 @@ def prepare(src: KVView, dst: KVView, unit_tokens: int, programs: int | None = N
         _, tile = _tables(src, dst, layers, unit_tokens, heads)
         if tile not in seen:
             seen.add(tile)
-            copy_units(src, none, dst, none, layers, unit_tokens, heads, programs)
+            copy_units(Copy(src, none, dst, none, layers, unit_tokens, heads), programs)
 
 
 _plans = ViewCache()

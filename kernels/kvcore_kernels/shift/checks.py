@@ -6,28 +6,17 @@ from collections.abc import Sequence
 
 from kvcore.errors import LayoutError, UnsupportedError
 from kvcore.fusion.rope import Rope
-from kvcore.memory.copy.base import HeadRange, Units, check_copy
-from kvcore.memory.layout import KVView
+from kvcore.memory.copy.base import Copy, Units, check_copy
 
 __all__ = ["DTYPES", "check_shift"]
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def check_shift(
-    src: KVView,
-    src_units: Units,
-    dst: KVView,
-    dst_units: Units,
-    layers: Sequence[int],
-    unit_tokens: int,
-    heads: HeadRange,
-    ropes: Sequence[Rope | None],
-    distances: Units,
-) -> None:
+def check_shift(copy: Copy, ropes: Sequence[Rope | None], distances: Units) -> None:
     """Raise LayoutError or UnsupportedError for invalid arguments. Reads no memory."""
-    check_copy(src, src_units, dst, dst_units, layers, unit_tokens, heads)
-    layout = src.layout
+    check_copy(copy)
+    layout, layers, src_units = copy.src.layout, copy.layers, copy.src_units
     if len(ropes) != len(layers) or distances.shape != src_units.shape:
         raise LayoutError(
             f"{len(ropes)} ropes for {len(layers)} layers and distances of {distances.shape} for "

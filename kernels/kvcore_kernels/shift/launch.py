@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvcore.fusion.rope import Pairing, Rope
-from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.base import Copy, HeadRange, Units
 from kvcore.memory.layout import KVView
 from kvcore_kernels.fusion_rows import check_count
 from kvcore_kernels.lang import float_type
@@ -85,24 +85,13 @@ class _Turns(NamedTuple):
     sin: torch.Tensor
 
 
-def copy_shifted(
-    src: KVView,
-    src_units: Units,
-    dst: KVView,
-    dst_units: Units,
-    layers: Sequence[int],
-    unit_tokens: int,
-    heads: HeadRange,
-    ropes: Sequence[Rope | None],
-    distances: Units,
-) -> None:
+def copy_shifted(copy: Copy, ropes: Sequence[Rope | None], distances: Units) -> None:
     """Copy units from ``src`` to ``dst`` with K moved, all layers in one launch.
 
     K of ``layers[i]`` is rotated by ``ropes[i]`` (None: not rotated), and K of unit ``u`` by
     ``distances[u]`` tokens. As in `Rope.shift`, the rotation is in float32 and rounded once, and
     the bits are kept if the distance is 0. V is copied. With units of one token, every token has
-    its own distance. The host computes angles once for each distinct distance. The other arguments
-    are those of `kvcore.memory.copy.base.DeviceOps.copy_blocks`.
+    its own distance. The host computes angles once for each distinct distance.
 
     Only the chosen units of ``dst`` are written. The work is enqueued on the GPU's current stream;
     the host does not wait. If a unit occurs twice in ``dst_units``, the order of the writes is
@@ -110,9 +99,10 @@ def copy_shifted(
     each other: KV must be bfloat16 or wider, and all ropes must pair dims in the same way.
     Fewer than 2^31 rows (units x heads x tokens) are supported.
     """
-    check_shift(src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances)
-    if not (len(src_units) and len(layers) and heads.size):
+    check_shift(copy, ropes, distances)
+    if copy.is_empty:
         return
+    src, src_units, dst, dst_units, layers, unit_tokens, heads = copy
     planes = plane_table(dst, layers, heads.dst)
     shifts = Shifts(
         src, src_units, planes, dst.layout.page_tokens, dst_units, layers, unit_tokens, heads,

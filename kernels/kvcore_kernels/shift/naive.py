@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcore.fusion.rope import Rope
-from kvcore.memory.copy.base import HeadRange, Units
+from kvcore.memory.copy.base import Copy, HeadRange, Units
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView, arena_layout
 from kvcore.model.shape import BlockShape
@@ -17,34 +17,23 @@ from kvcore_kernels.shift.checks import check_shift
 __all__ = ["copy_shifted"]
 
 
-def copy_shifted(
-    src: KVView,
-    src_units: Units,
-    dst: KVView,
-    dst_units: Units,
-    layers: Sequence[int],
-    unit_tokens: int,
-    heads: HeadRange,
-    ropes: Sequence[Rope | None],
-    distances: Units,
-) -> None:
+def copy_shifted(copy: Copy, ropes: Sequence[Rope | None], distances: Units) -> None:
     """Compute `kvcore_kernels.shift.launch.copy_shifted` through a second copy of the units."""
-    check_shift(
-        src, src_units, dst, dst_units, layers, unit_tokens, heads, ropes, distances
-    )  # fmt: skip
-    if not (len(src_units) and heads.size):
+    check_shift(copy, ropes, distances)
+    if copy.is_empty:
         return
+    src, src_units, dst, dst_units, layers, unit_tokens, heads = copy
     everywhere = np.where(dst_units < 0, -1, src_units)
     staging = np.arange(len(src_units))
     for layer, rope in zip(layers, ropes, strict=True):
         source, target = src.select_layers([layer]), dst.select_layers([layer])
         held = _staging(source, len(src_units), unit_tokens, heads.size)
         into, onward = HeadRange(heads.src, 0, heads.size), HeadRange(0, heads.dst, heads.size)
-        ReferenceOps().copy(source, everywhere, held, staging, [0], unit_tokens, into)
+        ReferenceOps().copy(Copy(source, everywhere, held, staging, [0], unit_tokens, into))
         if rope:
             _shift(held, rope, distances)
         chosen = np.where(everywhere < 0, -1, staging)
-        ReferenceOps().copy(held, chosen, target, dst_units, [0], unit_tokens, onward)
+        ReferenceOps().copy(Copy(held, chosen, target, dst_units, [0], unit_tokens, onward))
 
 
 def _staging(view: KVView, units: int, unit_tokens: int, heads: int) -> KVView:

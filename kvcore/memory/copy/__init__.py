@@ -5,13 +5,13 @@ What a blend does on a device is in `kvcore.fusion.ops`, which imports torch.
 
 from __future__ import annotations
 
-__all__ = ["DeviceOps", "HeadRange", "select_ops"]
+__all__ = ["Copy", "DeviceOps", "HeadRange", "select_ops"]
 
 import logging
 from collections.abc import Iterable
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.memory.copy.base import DeviceOps, HeadRange
+from kvcore.memory.copy.base import Copy, DeviceOps, HeadRange
 from kvcore.memory.layout import KVView
 
 _log = logging.getLogger("kvcore.memory.copy")

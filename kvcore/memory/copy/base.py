@@ -28,6 +28,39 @@ class HeadRange(NamedTuple):
     size: int
 
 
+class Copy(NamedTuple):
+    """A copy of KV units between two views, with `DeviceOps.copy_blocks`'s defaults filled in.
+
+    Attributes:
+        src, dst: where the KV is, and where it goes.
+        src_units, dst_units: int64, flat and equally many; unit i of one goes to unit i of the
+            other. A pair with a negative unit is not copied.
+        layers: positions in both layouts.
+        unit_tokens: the tokens of a unit, which divide both pages.
+        heads: the KV heads that are copied.
+    """
+
+    src: KVView
+    src_units: Units
+    dst: KVView
+    dst_units: Units
+    layers: Sequence[int]
+    unit_tokens: int
+    heads: HeadRange
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is copied."""
+        return not (len(self.src_units) and len(self.layers) and self.heads.size)
+
+    def wanted(self) -> Copy:
+        """Return the copy without the pairs of units that have a negative one."""
+        wanted = (self.src_units >= 0) & (self.dst_units >= 0)
+        if wanted.all():
+            return self
+        return self._replace(src_units=self.src_units[wanted], dst_units=self.dst_units[wanted])
+
+
 class DeviceOps(ABC):
     """One way to copy KV units. Stateless; may be used from several threads at once."""
 
@@ -56,17 +89,8 @@ class DeviceOps(ABC):
         """
 
     @abstractmethod
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
-        """Copy units. The arguments are checked already; units are flat and equally many."""
+    def copy(self, copy: Copy) -> None:
+        """Carry out a copy that `check_copy` has checked."""
 
     def copy_blocks(
         self,
@@ -93,9 +117,10 @@ class DeviceOps(ABC):
         span = HeadRange(0, 0, src.layout.kv_heads) if heads is None else heads
         a = np.ascontiguousarray(src_units, dtype=np.int64).ravel()
         b = np.ascontiguousarray(dst_units, dtype=np.int64).ravel()
-        check_copy(src, a, dst, b, chosen, tokens, span)
-        if len(a) and len(chosen):
-            self.copy(src, a, dst, b, chosen, tokens, span)
+        copy = Copy(src, a, dst, b, chosen, tokens, span)
+        check_copy(copy)
+        if not copy.is_empty:
+            self.copy(copy)
 
 
 def plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
@@ -136,19 +161,12 @@ def _plane_rows(view: KVView, layers: Sequence[int], first_head: int) -> Units:
     return table
 
 
-def check_copy(
-    src: KVView,
-    src_units: Units,
-    dst: KVView,
-    dst_units: Units,
-    layers: Sequence[int],
-    tokens: int,
-    heads: HeadRange,
-) -> None:
-    """Raise LayoutError unless these arguments of a copy fit each other. Reads no memory.
+def check_copy(copy: Copy) -> None:
+    """Raise LayoutError unless the parts of a copy fit each other. Reads no memory.
 
     What does not depend on the units is checked once for two views.
     """
+    src, src_units, dst, dst_units, layers, tokens, heads = copy
     chosen = tuple(layers)
     _fitting.get(
         (src, dst), (chosen, tokens, heads), lambda: _check_views(src, dst, chosen, tokens, heads)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 
 from kvcore.errors import UnsupportedError
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps, HeadRange, Units
 from kvcore.memory.copy.cache import ViewCache
 from kvcore.memory.copy.pieces import Pieces, run_bytes, unit_pieces
 from kvcore.memory.device import Device, Event, device_of
@@ -64,18 +64,6 @@ class Way(str, Enum):
     ENGINE = "engine"
     STAGED = "staged"
     KERNEL = "kernel"
-
-
-class _Copy(NamedTuple):
-    """The arguments of `DeviceOps.copy`; no unit is skipped."""
-
-    src: KVView
-    src_units: Units
-    dst: KVView
-    dst_units: Units
-    layers: tuple[int, ...]
-    unit_tokens: int
-    heads: HeadRange
 
 
 class _Link(NamedTuple):
@@ -171,30 +159,18 @@ class LinkOps(DeviceOps):
             if self._over_link is not None and link.registered:
                 self._over_link.prepare(pages, blocks, unit_tokens)
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
-        wanted = (src_units >= 0) & (dst_units >= 0)
-        if not wanted.all():
-            src_units, dst_units = src_units[wanted], dst_units[wanted]
-        if not (len(src_units) and len(layers) and heads.size):
+    def copy(self, copy: Copy) -> None:
+        one = copy.wanted()._replace(layers=tuple(copy.layers))
+        if one.is_empty:
             return
-        one = _Copy(src, src_units, dst, dst_units, tuple(layers), unit_tokens, heads)
-        link = self._link(src, dst)
+        link = self._link(one.src, one.dst)
         if link is None:
-            self._on_device.copy(*one)
+            self._on_device.copy(one)
             return
         with link.device.current():
             self._copy_by(self._way or self.choose(one, link), one, link)
 
-    def choose(self, one: _Copy, link: _Link) -> Way:
+    def choose(self, one: Copy, link: _Link) -> Way:
         """Return the way for a copy, from its size, its pieces, its direction and the device."""
         fixed = one.layers, one.unit_tokens, one.heads
         piece = run_bytes(one.src, one.dst, *fixed)
@@ -207,17 +183,17 @@ class LinkOps(DeviceOps):
         by_kernel = self._over_link is not None and link.registered and not link.to_host
         return Way.KERNEL if by_kernel and nbytes <= SMALL_LOAD else Way.STAGED
 
-    def _copy_by(self, way: Way, one: _Copy, link: _Link) -> None:
+    def _copy_by(self, way: Way, one: Copy, link: _Link) -> None:
         if way is Way.KERNEL:
             assert self._over_link is not None
-            self._over_link.copy(*one)
+            self._over_link.copy(one)
         elif way is Way.STAGED:
             self._copy_staged(one, link)
         else:
             pieces = unit_pieces(one.src, one.dst, one.layers, one.unit_tokens, one.heads)
             _copy_pieces(link, pieces.of(one.src_units, one.dst_units))
 
-    def _copy_staged(self, one: _Copy, link: _Link) -> None:
+    def _copy_staged(self, one: Copy, link: _Link) -> None:
         """Gather into the staging and copy blocks out of it, or the other way round, in turns."""
         staging = self._staging(link.device, link.to_host)
         host = one.dst if link.to_host else one.src
@@ -233,7 +209,7 @@ class LinkOps(DeviceOps):
                 for some in _turns(part, link.to_host, staged.layout.num_pages):
                     self._take_turn(some, staged, link)
 
-    def _take_turn(self, one: _Copy, staged: KVView, link: _Link) -> None:
+    def _take_turn(self, one: Copy, staged: KVView, link: _Link) -> None:
         """Copy through the staging; the host's pages of this copy fit it."""
         host, units = (one.dst, one.dst_units) if link.to_host else (one.src, one.src_units)
         tokens, span = one.unit_tokens, one.heads
@@ -243,7 +219,7 @@ class LinkOps(DeviceOps):
         start = span.dst if link.to_host else span.src
         if link.to_host:
             gather = HeadRange(span.src, 0, span.size)
-            self._on_device.copy(one.src, one.src_units, staged, places, one.layers, tokens, gather)
+            self._on_device.copy(one._replace(dst=staged, dst_units=places, heads=gather))
         for unit, there, here in _whole_pages(units, places, pages, per_page, tokens):
             if link.to_host:
                 found = unit_pieces(
@@ -256,9 +232,7 @@ class LinkOps(DeviceOps):
             _copy_pieces(link, found)
         if not link.to_host:
             scatter = HeadRange(0, span.dst, span.size)
-            self._on_device.copy(
-                staged, places, one.dst, one.dst_units, one.layers, tokens, scatter
-            )
+            self._on_device.copy(one._replace(src=staged, src_units=places, heads=scatter))
 
     def _link(self, src: KVView, dst: KVView) -> _Link | None:
         """Return the link that a copy goes over, or None if one device holds both sides."""
@@ -288,7 +262,7 @@ class LinkOps(DeviceOps):
             return found
 
     def _staged_view(
-        self, staging: _Staging, host: KVView, layers: tuple[int, ...], heads: int
+        self, staging: _Staging, host: KVView, layers: Sequence[int], heads: int
     ) -> KVView:
         """Return the staging as pages of the same tokens as the host's, for some layers."""
         import torch
@@ -314,7 +288,7 @@ def _allocate(device: Device) -> torch.Tensor:
     return device.allocate(min(STAGING_BYTES))
 
 
-def _unit_bytes(one: _Copy) -> int:
+def _unit_bytes(one: Copy) -> int:
     layout = one.src.layout
     width = sum(plane.head_dim for layer in one.layers for plane in layout.planes[layer])
     return width * one.heads.size * one.unit_tokens * layout.itemsize
@@ -327,8 +301,8 @@ def _layer_bytes(layout: KVLayout, layer: int) -> int:
 
 
 def _parts(
-    layout: KVLayout, layers: tuple[int, ...], heads: HeadRange, room: int
-) -> Iterator[tuple[tuple[int, ...], HeadRange]]:
+    layout: KVLayout, layers: Sequence[int], heads: HeadRange, room: int
+) -> Iterator[tuple[Sequence[int], HeadRange]]:
     """Cut layers, and heads if need be, so that a page of each part has at most ``room`` bytes."""
     room -= room % _ALIGNMENT
     widest = max(_layer_bytes(layout, layer) for layer in layers)
@@ -341,7 +315,7 @@ def _parts(
             yield layers[at : at + count], span
 
 
-def _turns(one: _Copy, to_host: bool, most: int) -> Iterator[_Copy]:
+def _turns(one: Copy, to_host: bool, most: int) -> Iterator[Copy]:
     """Cut a copy so that each has at most ``most`` pages of the host."""
     host, units = (one.dst, one.dst_units) if to_host else (one.src, one.src_units)
     page = units // (host.layout.page_tokens // one.unit_tokens)
@@ -375,7 +349,7 @@ def _whole_pages(
         yield unit_tokens, one_each[rest], places[first][rest]
 
 
-def _staged_layout(host: KVLayout, layers: tuple[int, ...], heads: int, nbytes: int) -> KVLayout:
+def _staged_layout(host: KVLayout, layers: Sequence[int], heads: int, nbytes: int) -> KVLayout:
     """Return canonical pages in ``nbytes`` bytes. Layers that are not held repeat the first."""
     planes: dict[int, tuple[Plane, ...]] = {}
     size = heads * sum(_layer_bytes(host, layer) for layer in layers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units, plane_rows
+from kvcore.memory.copy.base import Copy, DeviceOps, plane_rows
 from kvcore.memory.layout import KVView
 from kvcore.memory.native_lib import load_library
 
@@ -31,16 +31,8 @@ class NativeOps(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return all(t.device.type == "cpu" for view in (src, dst) for t in view.tensors)
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
+    def copy(self, copy: Copy) -> None:
+        src, src_units, dst, dst_units, layers, unit_tokens, heads = copy
         layout = src.layout
         sources = plane_rows(src, layers, heads.src)
         targets = plane_rows(dst, layers, heads.dst)

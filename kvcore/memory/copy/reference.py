@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps, Units
 from kvcore.memory.layout import KVLayout, KVView, Plane
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -23,18 +22,8 @@ class ReferenceOps(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return True
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
-        wanted = (src_units >= 0) & (dst_units >= 0)
-        a, b = src_units[wanted], dst_units[wanted]
+    def copy(self, copy: Copy) -> None:
+        src, a, dst, b, layers, unit_tokens, heads = copy.wanted()
         for layer in layers:
             planes = zip(src.layout.planes[layer], dst.layout.planes[layer], strict=True)
             for source, target in planes:

@@ -304,10 +304,10 @@ class _Moves:
 
 
 class _FaultyRecords(IndexFile):
-    """An index file that takes over ``inner``'s descriptor; some of its writes fail."""
+    """An index file that takes over what ``inner`` has; some of its writes fail."""
 
     def __init__(self, inner: IndexFile, faults: Faults) -> None:
-        self._file, self._guard = inner._file, inner._guard
+        self.__dict__ |= vars(inner)
         self._faults = faults
 
     def sync(self) -> None:

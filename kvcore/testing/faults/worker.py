@@ -11,7 +11,7 @@ from typing import Any
 from kvcore.connector.step_transport import Outbox
 from kvcore.index.slots import SlotRun
 from kvcore.manager.base import Lane, Transport
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.layout import KVView
 from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
@@ -110,22 +110,12 @@ class FaultyOps(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return self.inner.supports(src, dst)
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
+    def copy(self, copy: Copy) -> None:
         strike = self.faults.meet(Seam.DEVICE)
-        half = len(src_units) if strike is None else len(src_units) // 2
+        half = len(copy.src_units) if strike is None else len(copy.src_units) // 2
         if half:
-            self.inner.copy(
-                src, src_units[:half], dst, dst_units[:half], layers, unit_tokens, heads
-            )
+            a, b = copy.src_units[:half], copy.dst_units[:half]
+            self.inner.copy(copy._replace(src_units=a, dst_units=b))
         if strike is not None:
             raise OSError("an injected fault stopped the copy half way")
 

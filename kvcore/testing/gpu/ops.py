@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from kvcore.memory.copy.base import DeviceOps, HeadRange, Units
+from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.layout import KVView
 from kvcore.testing.gpu.device import plain
 from kvcore.testing.gpu.machine import Machine
@@ -32,24 +32,16 @@ class RecordingOps(DeviceOps):
     def supports(self, src: KVView, dst: KVView) -> bool:
         return self.inner.supports(_plain(src), _plain(dst))
 
-    def copy(
-        self,
-        src: KVView,
-        src_units: Units,
-        dst: KVView,
-        dst_units: Units,
-        layers: Sequence[int],
-        unit_tokens: int,
-        heads: HeadRange,
-    ) -> None:
-        wanted = (src_units >= 0) & (dst_units >= 0)
-        a, b, chosen = src_units[wanted].copy(), dst_units[wanted].copy(), list(layers)
+    def copy(self, copy: Copy) -> None:
+        src, a, dst, b, chosen, unit_tokens, heads = copy.wanted()
+        chosen, a, b = list(chosen), a.copy(), b.copy()
         src, dst = self._queued(src), self._queued(dst)
+        queued = Copy(src, a, dst, b, chosen, unit_tokens, heads)
         taken = range(heads.src, heads.src + heads.size)
         given = range(heads.dst, heads.dst + heads.size)
         self.machine.launch(
             f"a copy of layers {chosen}",
-            lambda: self.inner.copy(src, a, dst, b, chosen, unit_tokens, heads),
+            lambda: self.inner.copy(queued),
             reads=spans_of(src, a, chosen, unit_tokens, taken),
             writes=spans_of(dst, b, chosen, unit_tokens, given),
         )
