@@ -139,7 +139,7 @@ def _records(data: bytes, folder: Path) -> None:
 
 
 def _request(data: bytes, _: Path) -> None:
-    from kvcore.control.messages import HEADER
+    from kvcore.admin.messages import HEADER
     from kvcore.server.messages import decode_request, split
 
     with contextlib.suppress(KVCoreError):
@@ -148,7 +148,7 @@ def _request(data: bytes, _: Path) -> None:
 
 
 def _reply(data: bytes, _: Path) -> None:
-    from kvcore.control.messages import HEADER
+    from kvcore.admin.messages import HEADER
     from kvcore.server.messages import decode_reply
 
     decode_reply([HEADER, data])

@@ -19,7 +19,7 @@ from kvcore.config import Config, format_size
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
 if TYPE_CHECKING:
-    from kvcore.control.commands import BlockFilter, Command
+    from kvcore.admin.commands import BlockFilter, Command
 
 __all__ = ["app", "as_tables", "ask", "parse_where"]
 
@@ -86,7 +86,7 @@ def list_blocks(
     as_json: AsJson = False,
 ) -> None:
     """List how much is held for each tenant and model, by tier."""
-    from kvcore.control.commands import ListBlocks
+    from kvcore.admin.commands import ListBlocks
 
     target: Target = context.obj
     where = parse_where(which or ["all"], target.tokenizer)
@@ -96,7 +96,7 @@ def list_blocks(
 @app.command("pin")
 def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Protect blocks from eviction, until unpin or the end of the process."""
-    from kvcore.control.commands import PinBlocks
+    from kvcore.admin.commands import PinBlocks
 
     _order(context, lambda where: PinBlocks(where), which, as_json)
 
@@ -104,7 +104,7 @@ def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) ->
 @app.command("unpin")
 def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Undo pin: blocks may be evicted again."""
-    from kvcore.control.commands import UnpinBlocks
+    from kvcore.admin.commands import UnpinBlocks
 
     _order(context, lambda where: UnpinBlocks(where), which, as_json)
 
@@ -117,7 +117,7 @@ def move(
     as_json: AsJson = False,
 ) -> None:
     """Move blocks from one tier to another. Blocks that others need also stay in the first."""
-    from kvcore.control.commands import MoveBlocks
+    from kvcore.admin.commands import MoveBlocks
 
     _order(context, lambda where: MoveBlocks(where, to), which, as_json)
 
@@ -125,7 +125,7 @@ def move(
 @app.command("prefetch")
 def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Load blocks into host memory."""
-    from kvcore.control.commands import PrefetchBlocks
+    from kvcore.admin.commands import PrefetchBlocks
 
     _order(context, lambda where: PrefetchBlocks(where), which, as_json)
 
@@ -133,7 +133,7 @@ def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = Fals
 @app.command("clear")
 def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
     """Drop blocks and all that continue them, even if pinned. An engine's own cache stays."""
-    from kvcore.control.commands import ClearBlocks
+    from kvcore.admin.commands import ClearBlocks
 
     _order(context, lambda where: ClearBlocks(where), which, as_json)
 
@@ -153,7 +153,7 @@ def set_quota(
     as_json: AsJson = False,
 ) -> None:
     """Limit a tenant's share of a tier until the process ends. Excess blocks are evicted now."""
-    from kvcore.control.commands import SetQuota
+    from kvcore.admin.commands import SetQuota
 
     wanted = None if quota == "none" else quota
     given = None if salt is None else _salt(salt)
@@ -163,7 +163,7 @@ def set_quota(
 @quota_app.command("show")
 def show_quotas(context: typer.Context, as_json: AsJson = False) -> None:
     """Show what tenants hold, and their quotas."""
-    from kvcore.control.commands import ShowQuotas
+    from kvcore.admin.commands import ShowQuotas
 
     _show(ask(context.obj, ShowQuotas()), as_json)
 
@@ -184,7 +184,7 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
     Raises TierUnavailable if nobody listens, stops listening, or does not answer in time, and
     KVCoreError if the command is refused.
     """
-    from kvcore.control.messages import ControlReply, ControlRequest
+    from kvcore.admin.messages import ControlReply, ControlRequest
     from kvcore.server.messages import StatusRequest
     from kvcore.server.rpc import Link
     from kvcore.server.runtime_dir import address_of
@@ -231,7 +231,7 @@ def ask(target: Target, order: Command) -> dict[str, Any]:
 
 def parse_where(terms: Iterable[str], tokenizer: Path | None = None) -> BlockFilter:
     """Parse ``name=value`` terms, reading the files that they name. Raises ConfigError."""
-    from kvcore.control.commands import BlockFilter
+    from kvcore.admin.commands import BlockFilter
 
     found: dict[str, Any] = {}
     for term in terms:
@@ -271,7 +271,7 @@ def _hex(text: str, name: str, whole: int | None = None) -> bytes:
 
 
 def _pack(tokens: list[int]) -> bytes:
-    from kvcore.control.commands import MAX_TOKENS
+    from kvcore.admin.commands import MAX_TOKENS
     from kvcore.model.keys import pack_tokens
 
     if len(tokens) > MAX_TOKENS:

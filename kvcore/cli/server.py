@@ -50,8 +50,8 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
 def check(config: Config) -> None:
     """Raise ConfigError for settings with which the first engine would be refused."""
+    from kvcore.admin.tenants import check_quotas
     from kvcore.cli.plugins import manager
-    from kvcore.control.tenants import check_quotas
 
     manager(config).check(config)
     check_quotas(config)

@@ -91,7 +91,7 @@ def build_leader(
         parts = runtime.build_manager(
             config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
         )
-        parts = runtime.with_control(config, model, parts, data_parallel_rank)
+        parts = runtime.with_admin(config, model, parts, data_parallel_rank)
     else:
         parts = _join(config, model, transport)
     if recorder is not None:

@@ -13,7 +13,7 @@
                └─ tiers         the tiers below: how each is read, its breakers, its lookups
 
 `Manager` is what an engine's leader calls, because a server may answer it. What only operators do
-(`kvcore.control`) has no counterpart there: they call the parts, which are public for that.
+(`kvcore.admin`) has no counterpart there: they call the parts, which are public for that.
 
 One thread owns a manager (the engine's scheduler). No call does I/O. ``wait`` and ``wait_stores``
 block; everything else returns at once.

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
 
+from kvcore.admin.audit import AuditLog
+from kvcore.admin.open import make_admin, open_endpoint
+from kvcore.admin.tenants import Tenants
 from kvcore.cluster import Directory, register
 from kvcore.config import Config
 from kvcore.config.fields import forgotten_unit
-from kvcore.control.audit import AuditLog
-from kvcore.control.open import make_control, open_endpoint
-from kvcore.control.tenants import Tenants
 from kvcore.errors import ConfigError, KVCoreError, Mismatch, UnsupportedError
 from kvcore.events import Feed
 from kvcore.events.open import RunningPublisher, endpoints, open_events
@@ -59,7 +59,7 @@ __all__ = [
     "host_slots",
     "load_plugins",
     "segments_of",
-    "with_control",
+    "with_admin",
 ]
 
 _log = logging.getLogger("kvcore.connector")
@@ -184,7 +184,7 @@ def enter_directory(
     return replace(parts, directory=directory, releases=[directory.close, *parts.releases])
 
 
-def with_control(
+def with_admin(
     config: Config, model: ModelDescription, parts: LeaderParts, data_parallel_rank: int | None
 ) -> LeaderParts:
     """Return ``parts`` with an endpoint for operators' commands, if ``config`` names a socket.
@@ -198,8 +198,8 @@ def with_control(
     assert parts.tenants is not None
     try:
         audit = AuditLog(config.control.audit)
-        control = make_control(config, model, parts.manager, parts.tenants, parts.metrics, audit)
-        endpoint = open_endpoint(config, model, control, data_parallel_rank)
+        admin = make_admin(config, model, parts.manager, parts.tenants, parts.metrics, audit)
+        endpoint = open_endpoint(config, model, admin, data_parallel_rank)
     except KVCoreError:
         for release in parts.releases:
             release()

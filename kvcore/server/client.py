@@ -15,8 +15,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvcore.admin.messages import Refused
 from kvcore.config import Config
-from kvcore.control.messages import Refused
 from kvcore.errors import CapacityError, TierUnavailable, TransferError
 from kvcore.manager.base import (
     Backing,

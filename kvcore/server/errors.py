@@ -35,5 +35,5 @@ _KINDS = {
 
 
 def refusal_kind(error: KVCoreError) -> str:
-    """Return the ``kind`` of `kvcore.control.messages.Refused` for ``error``."""
+    """Return the ``kind`` of `kvcore.admin.messages.Refused` for ``error``."""
     return next((name for kind, name in _KINDS.items() if isinstance(error, kind)), "stale")

@@ -1,6 +1,6 @@
 """The messages between a server and its clients: one `ServerRequest` or `ServerReply` each.
 
-The commands of operators, and the framing of messages, are in `kvcore.control.messages`.
+The commands of operators, and the framing of messages, are in `kvcore.admin.messages`.
 
 Every request has a ``ref``, and its reply has the same one. `OpsEnded`, `WithdrawRequest`,
 `EnterSession`, `LearnTokens`, `PublishTokens` and `Bye` get no reply unless they are refused. The
@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Meta
 
 from kvcore._util.msgpack import MAX_MESSAGE
-from kvcore.control.messages import HEADER as HEADER  # the protocol is one, for orders too
-from kvcore.control.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
-from kvcore.control.messages import frames as frames
+from kvcore.admin.messages import HEADER as HEADER  # the protocol is one, for orders too
+from kvcore.admin.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
+from kvcore.admin.messages import frames as frames
 from kvcore.errors import FormatError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.model.shape import BlockShape

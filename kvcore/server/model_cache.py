@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from kvcore.admin.audit import AuditLog
+from kvcore.admin.open import make_admin
 from kvcore.config import Config
-from kvcore.control.audit import AuditLog
-from kvcore.control.open import make_control
 from kvcore.errors import BlockMissing, FormatError, LayoutError
 from kvcore.index.slots import SlotRun
 from kvcore.manager import HOST, KVManager
@@ -187,7 +187,7 @@ class ModelCache:
         self._metrics, self._events = parts.metrics, parts.events
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
-        self.control = make_control(
+        self.admin = make_admin(
             config, described, parts.manager, parts.tenants, parts.metrics, audit or AuditLog()
         )
         self._segments = build_segments(config, described) if config.fusion.enabled else None
@@ -247,7 +247,7 @@ class ModelCache:
     @property
     def busy(self) -> bool:
         """Return True if the server's own threads may report something."""
-        return bool(self.background or self._reading or self.control.busy)
+        return bool(self.background or self._reading or self.admin.busy)
 
     def claims(self, session: int) -> int:
         """Return how many graphs of a session have not ended."""
@@ -493,7 +493,7 @@ class ModelCache:
             else:
                 self._read_ended(*reading, report.failed)
         self.manager.maintain()
-        self.control.step()
+        self.admin.step()
 
     def check_integrity(self) -> None:
         """Assert that the index is consistent and that a session owns every graph in flight."""
@@ -504,7 +504,7 @@ class ModelCache:
 
     def close(self) -> None:
         """Finish the server's writes, flush the tiers and give the memory back. Blocks."""
-        self.control.close()
+        self.admin.close()
         close_worker(self._transport.worker)
         self.tick()
         self._folder.remove_arena(self.arena)

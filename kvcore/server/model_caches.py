@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from kvcore.admin.audit import AuditLog
 from kvcore.config import Config
-from kvcore.control.audit import AuditLog
 from kvcore.errors import KVCoreError
 from kvcore.server.errors import AmbiguousModel, Misfit, ModelBusy
 from kvcore.server.messages import Model

@@ -24,8 +24,8 @@ from kvcore._util.zmq_socket import (
     make_socket,
     zmq,
 )
+from kvcore.admin.messages import Refused, frames
 from kvcore.config.schema_server import ServerConfig
-from kvcore.control.messages import Refused, frames
 from kvcore.errors import FormatError
 from kvcore.server.messages import ServerReply, ServerRequest, decode_reply
 from kvcore.server.runtime_dir import address_of

@@ -28,11 +28,11 @@ from kvcore._util.zmq_socket import (
     make_socket,
     zmq,
 )
+from kvcore.admin.audit import AuditLog, identity
+from kvcore.admin.messages import ControlReply, ControlRequest, Refused, WrongProtocol, frames
+from kvcore.admin.operations import record_refusal
 from kvcore.config import Config
 from kvcore.config.paths import folder_of, memory_of
-from kvcore.control.audit import AuditLog, identity
-from kvcore.control.messages import ControlReply, ControlRequest, Refused, WrongProtocol, frames
-from kvcore.control.operations import record_refusal
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.events.open import check_events
 from kvcore.model.identity import settings_digest
@@ -219,7 +219,7 @@ class Server:
         self.models.stop_preparing()
         self._close_exporter()
         for cache in self.models:
-            cache.control.close()  # answers waiting commands while there is still a socket
+            cache.admin.close()  # answers waiting commands while there is still a socket
         self._stop_listening()
         self.models.close()
         self.sessions.close()
@@ -428,11 +428,11 @@ class Server:
 
         try:
             self._check_administrator()
-            control = self.models.select(request.model).control
+            admin = self.models.select(request.model).admin
         except (AmbiguousModel, ConfigError) as error:
             record_refusal(self._audit, request.order, self._who(), error)
             raise
-        control.begin(request.order, self._who(), reply)
+        admin.begin(request.order, self._who(), reply)
 
     def _check_administrator(self) -> None:
         """Raise ConfigError if the client may not send commands. Without CURVE any client may."""

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from kvcore import __version__
 from kvcore._util.threads import GuardedThread
+from kvcore.admin.messages import Refused
 from kvcore.config.paths import folder_of
 from kvcore.config.schema_server import ServerConfig
-from kvcore.control.messages import Refused
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (

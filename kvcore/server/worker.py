@@ -19,9 +19,9 @@ from typing import Any
 
 from kvcore._util.cpus import node_cores, settle_thread
 from kvcore._util.threads import GuardedThread, nobody_waits
+from kvcore.admin.messages import Refused
 from kvcore.config import Config
 from kvcore.config.paths import folder_of
-from kvcore.control.messages import Refused
 from kvcore.errors import KVCoreError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Event

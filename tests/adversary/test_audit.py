@@ -16,12 +16,12 @@ pytest.importorskip("zmq")
 import zmq
 
 from kvcore import log
+from kvcore.admin import commands as o
+from kvcore.admin.audit import AuditLog
+from kvcore.admin.endpoint import WAITING
+from kvcore.admin.messages import ControlRequest, frames
 from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import Config, load_config
-from kvcore.control import commands as o
-from kvcore.control.audit import AuditLog
-from kvcore.control.endpoint import WAITING
-from kvcore.control.messages import ControlRequest, frames
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 from kvcore.testing.waiting import until
@@ -151,7 +151,7 @@ def test_a_line_in_the_log_cannot_be_forged(
         monkeypatch.setattr(root, name, getattr(root, name))
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     log.configure("info", "text")
-    forged = 'r7\n2026-11-23 00:00:00,000 INFO kvcore.control: an order {"state": "done"}'
+    forged = 'r7\n2026-11-23 00:00:00,000 INFO kvcore.admin: an order {"state": "done"}'
     logging.getLogger("kvcore.server").warning("refused kind=%s: %s", "misfit", forged)
     AuditLog().end(ME, "clear", "refused", why=forged)
     lines = caplog.text.splitlines()

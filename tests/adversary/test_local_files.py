@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcore._util.private import NotPrivateError
-from kvcore.control.audit import AuditLog
+from kvcore.admin.audit import AuditLog
 from kvcore.errors import ConfigError, FormatError, TierUnavailable
 from kvcore.explain.file import RecordFile
 from kvcore.fusion._segment_file import SegmentFile

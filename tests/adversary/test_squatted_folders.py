@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("zmq")
 
+from kvcore.admin import commands as o
 from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import load_config, paths
-from kvcore.control import commands as o
 from kvcore.errors import ConfigError, TierUnavailable
 from kvcore.server import session
 from kvcore.server.messages import StatusRequest
@@ -60,7 +60,7 @@ while True:
 """
 ASKER = """
 import sys, zmq
-from kvcore.control.messages import frames
+from kvcore.admin.messages import frames
 from kvcore.server.messages import StatusRequest
 become_other()
 socket = zmq.Context.instance().socket(zmq.DEALER)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvcore.admin.commands import ClearBlocks
 from kvcore.cli.ctl import Target, ask
-from kvcore.control.commands import ClearBlocks
 from kvcore.events import Subscriber
 from kvcore.events.wire import SNAPSHOT, BlockStored, decode
 from kvcore.harness.compare import (

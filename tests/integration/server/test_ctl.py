@@ -20,12 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from kvcore._util.curve import make_keys
+from kvcore.admin import commands as o
 from kvcore.cli import ctl as ctl_module
 from kvcore.cli import probe
 from kvcore.cli.app import app
 from kvcore.cli.ctl import Target, ask, parse_where
 from kvcore.config import Config, load_config
-from kvcore.control import commands as o
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable
 from kvcore.server import messages as m
 from kvcore.server.server import Server

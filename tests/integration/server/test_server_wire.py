@@ -18,9 +18,9 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from kvcore._util.curve import make_keys
+from kvcore.admin import commands as o
 from kvcore.config import Config
 from kvcore.config.schema_server import ServerConfig
-from kvcore.control import commands as o
 from kvcore.errors import ConfigError, FormatError, TierUnavailable, TransferError, UnsupportedError
 from kvcore.manager.base import Hit, Promise, Source
 from kvcore.model.keys import KEY_BYTES

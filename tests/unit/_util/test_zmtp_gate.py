@@ -16,7 +16,7 @@ pytest.importorskip("zmq")
 from kvcore._util.curve import ClientKeys, Guard, client_names, curve_key, make_keys
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore._util.zmtp_gate import Meter, TooMuch
-from kvcore.control.audit import identity
+from kvcore.admin.audit import identity
 from kvcore.errors import ConfigError
 from kvcore.testing.waiting import until
 from support.zmtp import COMMAND, MORE, Stranger, frame

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore import log
 
-FORGED = "r7\n2026-11-23 00:00:00,000 INFO kvcore.control: an order {}\r\x1b[2J\u2028\x00"
+FORGED = "r7\n2026-11-23 00:00:00,000 INFO kvcore.admin: an order {}\r\x1b[2J\u2028\x00"
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvcore.control.commands import ListBlocks
-from kvcore.control.pins import Pins
-from kvcore.control.selection import Selection, Selections
-from kvcore.control.tenants import Tenants
+from kvcore.admin.commands import ListBlocks
+from kvcore.admin.pins import Pins
+from kvcore.admin.selection import Selection, Selections
+from kvcore.admin.tenants import Tenants
 from kvcore.index import BlockIndex
 
 __all__ = ["Queries"]

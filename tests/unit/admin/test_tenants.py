@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvcore.admin.tenants import UNNAMED, Tenants, Usage, check_quotas
 from kvcore.config import load_config, settings
 from kvcore.config.schema_control import parse_quota
-from kvcore.control.tenants import UNNAMED, Tenants, Usage, check_quotas
 from kvcore.errors import ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.model.identity import Namespaces, lora_identity

@@ -1,12 +1,12 @@
 """What operators do while kvcore runs: one implementation for a server and for an engine's leader.
 
 kvcore ctl ──command──▶ server's loop ──────┐
-                    or  Endpoint (socket) ──┴▶ Control ──▶ KVManager, Tenants
+                    or  Endpoint (socket) ──┴▶ Admin ──▶ KVManager, Tenants
                                                   └──────▶ AuditLog, metrics
 
 commands    what can be asked for, and of which blocks
 selection   which blocks of an index a command means
-operations  `Control`: carries commands out over a manager
+operations  `Admin`: carries commands out over a manager
 pins        prompts that an operator pinned
 queries     what each tier holds, of whom, under which quota
 jobs        commands that move bytes
@@ -14,5 +14,5 @@ tenants     names for namespaces, and their quotas
 audit       the record of who did what
 messages    commands and their results on the wire
 endpoint    the socket of an engine that has its own tiers
-open        `Control` and `Endpoint` from settings
+open        `Admin` and `Endpoint` from settings
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcore.control.selection import Selection, Selections
+from kvcore.admin.selection import Selection, Selections
 from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin
 

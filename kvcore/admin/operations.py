@@ -1,4 +1,4 @@
-"""Carries out the commands of `kvcore.control.commands` over one model's manager.
+"""Carries out the commands of `kvcore.admin.commands` over one model's manager.
 
     begin ──▶ at once: list, pin, unpin, clear, quotas ──────────────▶ reply
           └─▶ a job: move, prefetch ──step, step, ... ──finished─────▶ reply
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvcore.control.audit import AuditLog
-from kvcore.control.commands import (
+from kvcore.admin.audit import AuditLog
+from kvcore.admin.commands import (
     CHANGES,
     BlockFilter,
     ClearBlocks,
@@ -28,16 +28,16 @@ from kvcore.control.commands import (
     UnpinBlocks,
     command_name,
 )
-from kvcore.control.jobs import Job, Jobs
-from kvcore.control.pins import Pins
-from kvcore.control.queries import Queries
-from kvcore.control.selection import Selection, Selections
-from kvcore.control.tenants import Tenants
+from kvcore.admin.jobs import Job, Jobs
+from kvcore.admin.pins import Pins
+from kvcore.admin.queries import Queries
+from kvcore.admin.selection import Selection, Selections
+from kvcore.admin.tenants import Tenants
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics
 
-__all__ = ["Control", "ReplyTo", "record_refusal"]
+__all__ = ["Admin", "ReplyTo", "record_refusal"]
 
 ReplyTo = Callable[["dict[str, Any] | KVCoreError"], object]
 """Takes the result of a command as plain data, or the error because of which it was refused."""
@@ -48,7 +48,7 @@ SWEEP_S = 1.0
 """Seconds between two looks for pins on dropped blocks."""
 
 
-class Control:
+class Admin:
     """What operators may do with one model's KV. The manager's thread only; no call waits."""
 
     def __init__(

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvcore.control.commands import BlockFilter
-from kvcore.control.tenants import Tenants
+from kvcore.admin.commands import BlockFilter
+from kvcore.admin.tenants import Tenants
 from kvcore.errors import ConfigError
 from kvcore.index import BlockIndex
 from kvcore.model.keys import KeyChain, Namespace

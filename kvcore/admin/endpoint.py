@@ -1,6 +1,6 @@
 """The socket at which an engine's leader takes commands. A server has a socket of its own.
 
-    kvcore ctl ──▶ thread: decodes, refuses the rest ──commands──▶ leader's `step` ──▶ Control
+    kvcore ctl ──▶ thread: decodes, refuses the rest ──commands──▶ leader's `step` ──▶ Admin
                ◀── thread ◀────────────────────────── replies ─────┘
 
 The leader carries a command out when the engine calls it next, so an idle engine answers with its
@@ -16,8 +16,8 @@ from typing import Any
 
 from kvcore._util.threads import GuardedThread
 from kvcore._util.zmq_socket import Context, bind_local, is_of_another_user, make_socket, zmq
-from kvcore.control.audit import identity
-from kvcore.control.messages import (
+from kvcore.admin.audit import identity
+from kvcore.admin.messages import (
     ControlReply,
     ControlRequest,
     NotACommand,
@@ -25,12 +25,12 @@ from kvcore.control.messages import (
     decode_command,
     frames,
 )
-from kvcore.control.operations import Control
+from kvcore.admin.operations import Admin
 from kvcore.errors import CapacityError, ConfigError, FormatError, KVCoreError
 
 __all__ = ["Endpoint"]
 
-_log = logging.getLogger("kvcore.control")
+_log = logging.getLogger("kvcore.admin")
 
 WAITING = 16
 """Commands that may wait for the leader; more are refused."""
@@ -41,12 +41,12 @@ _CLOSE_S = 5.0
 class Endpoint:
     """Listens from the start. The leader calls `step` and `close`."""
 
-    def __init__(self, address: str, control: Control, fingerprint: bytes) -> None:
+    def __init__(self, address: str, admin: Admin, fingerprint: bytes) -> None:
         """Bind the socket and start the thread.
 
         Raises ConfigError if the address cannot be bound.
         """
-        self._control = control
+        self._admin = admin
         self._fingerprint = fingerprint
         self._orders: deque[tuple[bytes, ControlRequest, str]] = deque()
         self._replies: deque[tuple[bytes, ControlReply | Refused]] = deque()
@@ -70,7 +70,7 @@ class Endpoint:
             except Exception as error:  # noqa: BLE001 - an order must not end the engine
                 _log.exception("an order failed kind=%s", type(asked.order).__name__)
                 self._replies.append((client, Refused(asked.ref, "internal", str(error)[:1000])))
-        self._control.step()
+        self._admin.step()
 
     def _begin(self, client: bytes, asked: ControlRequest, who: str) -> None:
         def tell(told: dict[str, Any] | KVCoreError) -> None:
@@ -85,14 +85,14 @@ class Endpoint:
             other = ConfigError(
                 f"this engine's model is {self._fingerprint.hex()}: name it, or none"
             )
-            self._control.record_refusal(asked.order, who, other)
+            self._admin.record_refusal(asked.order, who, other)
             tell(other)
         else:
-            self._control.begin(asked.order, who, tell)
+            self._admin.begin(asked.order, who, tell)
 
     def close(self) -> None:
         """Stop listening, and send the replies that are ready. Blocks for a moment."""
-        self._control.close()
+        self._admin.close()
         self._ended.set()
         self._thread.join(_CLOSE_S)
 
@@ -133,7 +133,7 @@ class Endpoint:
             return
         if len(self._orders) >= WAITING:
             why = CapacityError(f"{WAITING} orders wait already: ask again")
-            self._control.record_refusal(asked.order, identity(parts[-1]), why)
+            self._admin.record_refusal(asked.order, identity(parts[-1]), why)
             self._replies.append((client, Refused(asked.ref, "busy", str(why))))
         else:
             self._orders.append((client, asked, identity(parts[-1])))

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("zmq")
 
-from kvcore.control import commands as o
-from kvcore.control.audit import AuditLog
-from kvcore.control.jobs import SILENT_S
+from kvcore.admin import commands as o
+from kvcore.admin.audit import AuditLog
+from kvcore.admin.jobs import SILENT_S
 from kvcore.errors import CapacityError, ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 from kvcore.manager import HOST
 from kvcore.model.keys import KeyChain, pack_tokens
@@ -67,7 +67,7 @@ def opened(folder: Path, tmp_path: Path, audit: Path) -> Iterator[Open]:
 
 
 def chain(space: ModelCache, tenant: str, tokens: Sequence[int]) -> list[bytes]:
-    return KeyChain(space.control.tenants.spaces(tenant)[0], 16).extend(tokens)
+    return KeyChain(space.admin.tenants.spaces(tenant)[0], 16).extend(tokens)
 
 
 def ticking(space: ModelCache, what: Callable[[], Any]) -> None:
@@ -81,7 +81,7 @@ def ticking(space: ModelCache, what: Callable[[], Any]) -> None:
 def save(space: ModelCache, tenant: str, tokens: Sequence[int]) -> list[bytes]:
     """What a session does: a block's bytes are its key, over and over."""
     keys = chain(space, tenant, tokens)
-    digest = space.control.tenants.spaces(tenant)[0].digest
+    digest = space.admin.tenants.spaces(tenant)[0].digest
     graph = space.save(m.SaveRequest(1, SESSION, m.join(keys), digest), 1).graph
     if graph is not None:
         for key, slot in zip(graph.keys, graph.host_slots, strict=True):
@@ -103,7 +103,7 @@ def assert_in_host(space: ModelCache, keys: Sequence[bytes]) -> None:
 def order(space: ModelCache, wanted: Any) -> dict[str, Any]:
     """What comes of an order. Raises what it is refused with."""
     told: list[Any] = []
-    space.control.begin(wanted, WHO, told.append)
+    space.admin.begin(wanted, WHO, told.append)
     ticking(space, lambda: told)
     [answer] = told
     if isinstance(answer, KVCoreError):
@@ -296,10 +296,10 @@ def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Pa
     save(space, "ann", words(1, 48))
     space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
-    space.control.begin(o.PrefetchBlocks(o.BlockFilter()), WHO, told.append)
+    space.admin.begin(o.PrefetchBlocks(o.BlockFilter()), WHO, told.append)
     with pytest.raises(CapacityError, match="is under way"):
         order_now(space, o.PrefetchBlocks(o.BlockFilter()))
-    space.control.close()
+    space.admin.close()
     [answer] = told
     assert isinstance(answer, UnsupportedError)
     assert [line["state"] for line in lines(audit)] == ["refused", "abandoned"]
@@ -307,7 +307,7 @@ def test_one_job_at_a_time_and_an_unfinished_one_is_told(opened: Open, audit: Pa
 
 def order_now(space: ModelCache, wanted: Any) -> None:
     told: list[Any] = []
-    space.control.begin(wanted, WHO, told.append)
+    space.admin.begin(wanted, WHO, told.append)
     if isinstance(told[0], KVCoreError):
         raise told[0]
 
@@ -318,7 +318,7 @@ def test_a_job_waits_while_the_manager_is_full(opened: Open) -> None:
     space.manager.index.evictions.evict(HOST, 100)
     told: list[Any] = []
     space.manager.flights._max_in_flight = 0
-    space.control.begin(o.PrefetchBlocks(o.BlockFilter(tenant="ann")), WHO, told.append)
+    space.admin.begin(o.PrefetchBlocks(o.BlockFilter(tenant="ann")), WHO, told.append)
     for _ in range(3):
         space.tick()
     assert not told, "it is not over"
@@ -342,7 +342,7 @@ class Hanging:
             return move(requests)
 
         monkeypatch.setattr(disk, call, hang)
-        monkeypatch.setattr(space.control._jobs, "_clock", self.clock)
+        monkeypatch.setattr(space.admin._jobs, "_clock", self.clock)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_a_tier_that_hangs_is_told_and_holds_up_no_later_order(
         order(space, o.MoveBlocks(o.BlockFilter(tenant="ann", tier=HOST), "disk"))
     hanging = Hanging(space, call, monkeypatch)
     told: list[Any] = []
-    space.control.begin(wanted, WHO, told.append)
+    space.admin.begin(wanted, WHO, told.append)
     ticking(space, hanging.begun.is_set)
     hanging.clock.now += SILENT_S - 1
     space.tick()

@@ -3,7 +3,7 @@
     frame 0   b"kvcore" and the protocol's version, 4 bytes little-endian
     frame 1   the message, in msgpack
 
-A server and an engine with its own tiers (`kvcore.control.endpoint`) take the same commands.
+A server and an engine with its own tiers (`kvcore.admin.endpoint`) take the same commands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvcore._util.msgpack import MAX_MESSAGE
-from kvcore.control.commands import Command
+from kvcore.admin.commands import Command
 from kvcore.errors import FormatError
 
 __all__ = [

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvcore.control.commands import MoveBlocks, PrefetchBlocks
-from kvcore.control.selection import Selections
+from kvcore.admin.commands import MoveBlocks, PrefetchBlocks
+from kvcore.admin.selection import Selections
 from kvcore.errors import (
     CapacityError,
     ConfigError,

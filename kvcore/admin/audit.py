@@ -24,7 +24,7 @@ from kvcore.errors import ConfigError, TierUnavailable
 
 __all__ = ["AuditLog", "identity"]
 
-_log = logging.getLogger("kvcore.control")
+_log = logging.getLogger("kvcore.admin")
 
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
