@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from benchmarks import controls
 from benchmarks._fusion_methods import Corrected, SecondLook
 from benchmarks._fusion_tasks import TASKS, Prompt, f1, rouge_l
 from benchmarks._report import Report, Row
@@ -90,8 +91,8 @@ def in_runs(reach: int, **other: Any) -> Method:
 
 
 METHODS = {
-    "random": Method(select.RandomRows()),
-    "heads": Method(select.ChunkHeads()),
+    "random": Method(controls.RandomRows()),
+    "heads": Method(controls.ChunkHeads()),
     "key": Method(select.KeyDeviation()),
     "value": Method(select.ValueDeviation()),
     "key+value": Method(select.KeyValueDeviation()),
@@ -106,8 +107,8 @@ METHODS = {
     "question*key, gradual, 4 full": Method(ASKED, spread=0.5, full_layers=4),
     "busiest head*key, gradual": Method(ASKED, spread=0.5, pool=busiest_head),
     "squared look*key, gradual": Method(ASKED, spread=0.5, pool=squared),
-    "heads, question*key, gradual": Method(select.HeadsToo(ASKED), spread=0.5),
-    "heads*4, question*key, gradual": Method(select.HeadsToo(ASKED, heads=4), spread=0.5),
+    "heads, question*key, gradual": Method(controls.HeadsToo(ASKED), spread=0.5),
+    "heads*4, question*key, gradual": Method(controls.HeadsToo(ASKED, heads=4), spread=0.5),
     "runs of question*key, gradual": Method(select.Smoothed(ASKED), spread=0.5),
     "runs (2) of question*key, gradual": Method(select.Smoothed(ASKED, reach=2), spread=0.5),
     "runs of squared look*key, gradual": in_runs(1),

@@ -31,20 +31,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError
-from kvcore.memory.device import device_of
 
 __all__ = [
     "BUILTIN_SELECTORS",
     "Budget",
     "Candidates",
-    "ChunkHeads",
-    "HeadsToo",
     "KeyDeviation",
     "KeyValueDeviation",
     "Measure",
+    "OfAnother",
     "QuestionAttention",
     "QuestionDeviation",
-    "RandomRows",
     "Ratio",
     "RelativeDeviation",
     "Selector",
@@ -398,37 +395,6 @@ class RelativeDeviation(Selector):
         return candidates.key_deviation / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
-class ChunkHeads(Selector):
-    """The first tokens of every chunk, which were computed as if a text began there."""
-
-    name = "heads"
-
-    @property
-    def measures(self) -> tuple[Measure, ...] | None:
-        return ()
-
-    def score(self, candidates: Candidates) -> Tensor:
-        return -candidates.offsets.float()
-
-
-@dataclass(frozen=True)
-class RandomRows(Selector):
-    """Random rows: the control that every other selector must beat."""
-
-    name: ClassVar[str] = "random"
-    seed: int = 0
-
-    @property
-    def measures(self) -> tuple[Measure, ...] | None:
-        return ()
-
-    def score(self, candidates: Candidates) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        everyone = torch.rand(candidates.last, generator=generator).numpy()
-        there = device_of(candidates.rows.device).upload(everyone)
-        return there.index_select(0, candidates.rows)
-
-
 def _question(candidates: Candidates) -> Tensor:
     if candidates.question is None:
         raise ConfigError(
@@ -481,7 +447,7 @@ class QuestionDeviation(Selector):
 
 
 @dataclass(frozen=True)
-class _OfAnother(Selector):
+class OfAnother(Selector):
     """A base for selectors that transform the scores of another one and share its needs."""
 
     inner: Selector
@@ -500,23 +466,7 @@ class _OfAnother(Selector):
 
 
 @dataclass(frozen=True)
-class HeadsToo(_OfAnother):
-    """The first ``heads`` tokens of every chunk, and then the rows of another selector.
-
-    The beginning of a text draws attention from everything after it (an attention sink). A chunk
-    that was computed alone has such a beginning, but the middle of a prompt has none. This shows
-    only at deeper layers than the one at which the deviation is measured.
-    """
-
-    name: ClassVar[str] = "heads, then another"
-    heads: int = 1
-
-    def score(self, candidates: Candidates) -> Tensor:
-        return self.inner.score(candidates).masked_fill(candidates.offsets < self.heads, math.inf)
-
-
-@dataclass(frozen=True)
-class Smoothed(_OfAnother):
+class Smoothed(OfAnother):
     """Another selector's scores, each averaged over the rows up to ``reach`` tokens away.
 
     A fact is a run of tokens, and a recomputed row reads its neighbours. Rows that have left count
@@ -544,8 +494,6 @@ BUILTIN_SELECTORS: dict[str, Callable[..., Selector]] = {
     "key": KeyDeviation,
     "value": ValueDeviation,
     "key+value": KeyValueDeviation,
-    "heads": ChunkHeads,
-    "random": RandomRows,
 }
 
 

@@ -24,7 +24,7 @@ _STORES = {
     "redis": "redis",
 }
 """Remote stores, and the modules of `kvcore.tiers.remote` that talk to them."""
-_SELECTORS = ("runs", "question", "key", "value", "key+value", "heads", "random")
+_SELECTORS = ("runs", "question", "key", "value", "key+value")
 
 
 @hookimpl

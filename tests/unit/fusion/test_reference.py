@@ -18,6 +18,7 @@ from torch import Tensor
 
 transformers: Any = pytest.importorskip("transformers")
 
+from benchmarks.controls import ChunkHeads, RandomRows  # noqa: E402
 from kvcore.errors import ConfigError, UnsupportedError  # noqa: E402  # after the skip
 from kvcore.fusion.plan import Cached, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import (  # noqa: E402
@@ -31,10 +32,8 @@ from kvcore.fusion.reference import (  # noqa: E402
     question_mass,
 )
 from kvcore.fusion.select import (  # noqa: E402
-    ChunkHeads,
     KeyDeviation,
     QuestionDeviation,
-    RandomRows,
     Ratio,
     Threshold,
     keep_top,

@@ -13,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.controls import ChunkHeads, HeadsToo, RandomRows
 from kvcore.errors import ConfigError
 from kvcore.fusion.select import (
     Budget,
     Candidates,
-    ChunkHeads,
-    HeadsToo,
     KeyDeviation,
     KeyValueDeviation,
     QuestionAttention,
     QuestionDeviation,
-    RandomRows,
     Ratio,
     RelativeDeviation,
     Selector,
