@@ -20,7 +20,7 @@ from kvcore._util.log_limit import LogLimit
 from kvcore._util.threads import GuardedThread, nobody_waits
 from kvcore.errors import CapacityError, ConfigError
 
-__all__ = ["ClientKeys", "Guard", "client_names", "curve_key", "make_keys"]
+__all__ = ["Authenticator", "ClientKeys", "client_names", "curve_key", "make_keys"]
 
 _log = logging.getLogger("kvcore.curve")
 
@@ -56,11 +56,11 @@ def make_keys(folder: Path, client: str = "client") -> list[Path]:
     return [Path(path) for path in made]
 
 
-class Guard:
+class Authenticator:
     """Admits to the sockets of one context only clients whose keys are in ``folder``.
 
     A thread answers libzmq's questions (ZAP). A locked socket accepts nobody without an answer, so
-    once the guard has ended, or if its thread fails, nobody new is heard. Close the locked sockets
+    once this has ended, or if its thread fails, nobody new is heard. Close the locked sockets
     before `stop`: connections that were admitted stay open. A key that is added to the folder, or
     removed from it, counts from the next connection on.
     """
@@ -82,19 +82,19 @@ class Guard:
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         self._socket.bind(_ZAP)
-        self._thread = GuardedThread("kvcore-guard", self._run, nobody_waits)
+        self._thread = GuardedThread("kvcore-keys", self._run, nobody_waits)
         if not self._thread.start():
             self._socket.close()
             raise CapacityError("nobody can be heard: no thread to check their keys can be started")
 
     def lock(self, socket: Any) -> None:
-        """Have a socket, which is not bound yet, accept only the guard's clients."""
+        """Have a socket, which is not bound yet, accept only these clients."""
         import zmq
 
         socket.curve_publickey, socket.curve_secretkey = self._public, self._secret
         socket.curve_server = True
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no guard, no clients
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no answer, no clients
 
     def stop(self) -> None:
         """End the thread. Idempotent."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcore._util.curve import Guard
+from kvcore._util.curve import Authenticator
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.private import guarded_folder
 from kvcore._util.zmtp_gate import Gate, Limits
@@ -84,15 +84,15 @@ class Entrance:
     def __init__(self, context: Any, keys: Path | None = None) -> None:
         """Read the keys. Raises ConfigError for keys that cannot be used."""
         self._context = context
-        self._guard = None if keys is None else Guard(context, keys)
+        self._authenticator = None if keys is None else Authenticator(context, keys)
         self._gates: list[Gate] = []
 
     def listen(self, socket: Any, address: str, limits: Limits) -> str:
         """Bind a socket and return its address. Raises OSError if it cannot be bound."""
         try:
             if address.startswith("tcp://"):
-                if self._guard is not None:
-                    self._guard.lock(socket)
+                if self._authenticator is not None:
+                    self._authenticator.lock(socket)
                 self._gates.append(Gate(socket, address, limits))
                 return self._gates[-1].endpoint
             socket.bind(address)
@@ -103,11 +103,11 @@ class Entrance:
     def close(self) -> None:
         """Stop listening, and end the context. Idempotent.
 
-        The sockets must be closed already, so that nobody is heard without the guard. Blocks for as
-        long as they linger.
+        The sockets must be closed already, so that nobody is heard without the authenticator.
+        Blocks for as long as they linger.
         """
-        if self._guard is not None:
-            self._guard.stop()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
         for gate in self._gates:
             gate.stop()

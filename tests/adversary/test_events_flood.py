@@ -175,7 +175,7 @@ def test_events_with_keys_are_for_those_with_keys(tmp_path: Path) -> None:
         until(held(consumer, 1000), "a consumer with keys is not served")
         made.feed.note(Event(True, "host", (key(5000),), ROOT_PARENT))
         until(held(consumer, 1001), "events do not come")
-        guard = made.outlet._entrance._guard
+        guard = made.outlet._entrance._authenticator
         assert guard is not None
         guard.stop()
         late = made.source(mine)
@@ -187,11 +187,11 @@ def test_events_with_keys_are_for_those_with_keys(tmp_path: Path) -> None:
 
 def test_a_publisher_that_connects_shows_its_keys(tmp_path: Path) -> None:
     """Where one consumer binds for all publishers, it is the server of CURVE."""
-    from kvcore._util.curve import Guard
+    from kvcore._util.curve import Authenticator
 
     make_keys(tmp_path, "engine-a")
     context = Context()
-    guard = Guard(context, tmp_path)
+    guard = Authenticator(context, tmp_path)
     sub = context.socket(zmq.SUB)
     guard.lock(sub)
     sub.subscribe(b"")

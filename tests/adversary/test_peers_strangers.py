@@ -76,7 +76,7 @@ def test_a_stranger_is_told_nothing_and_moves_nothing(
 
 
 def test_once_a_nodes_guard_has_ended_nobody_new_is_heard(node: Node, keys: Path) -> None:
-    guard = node.server._entrance._guard
+    guard = node.server._entrance._authenticator
     assert guard is not None
     guard.stop()
     for theirs in (keys, None):

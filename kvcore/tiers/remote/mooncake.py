@@ -2,7 +2,7 @@
 
 Blocks are transferred between the host arena and other hosts' memory without a copy, because the
 arena is registered with Mooncake's transfer engine. Bytes outside the arena, a value's header above
-all, are staged in registered lanes that grow with the largest value. Over TCP, small values are
+all, are staged in registered channels that grow with the largest value. Over TCP, small values are
 staged as a whole.
 
 A value stays until it is deleted or evicted: Mooncake does not replace it. The memory that a client
@@ -29,7 +29,7 @@ from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, wrong_size
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
-_LANE_NBYTES = 16 << 20
+_CHANNEL_NBYTES = 16 << 20
 _STAGED_NBYTES = 1 << 20
 """Largest value that is staged as a whole over TCP, where each piece needs its own connection.
 
@@ -71,7 +71,7 @@ class MooncakeOptions(StoreOptions):
     )
 
 
-class _Lane:
+class _Channel:
     """Registered memory through which one call at a time stages parts."""
 
     def __init__(self, client: Any, nbytes: int) -> None:
@@ -92,7 +92,7 @@ class _Lane:
 class _Placed(NamedTuple):
     """An item in the form that Mooncake takes: addresses and sizes.
 
-    ``passing`` pairs each part that is staged with its place in the lane.
+    ``passing`` pairs each part that is staged with its place in the channel.
     """
 
     item: Item
@@ -124,7 +124,7 @@ class MooncakeStore(BlockStore):
         self._client: Any = None
         self._arena: memoryview | None = None
         self._inside = range(0)
-        self._lanes: list[_Lane] = []
+        self._channels: list[_Channel] = []
 
     def attach(self, memory: memoryview) -> None:
         start = _address(memory)
@@ -168,7 +168,7 @@ class MooncakeStore(BlockStore):
                 self._client.close()
                 self._client = None
             self._arena, self._inside = None, range(0)
-            self._lanes.clear()
+            self._channels.clear()
 
     # -- joining ----------------------------------------------------------------------------
 
@@ -205,19 +205,19 @@ class MooncakeStore(BlockStore):
         items: Sequence[Item],
         move: Callable[[Any, Sequence[_Placed]], list[TierError | None]],
     ) -> list[TierError | None]:
-        """Call ``move`` on the items, in batches that fit a lane."""
+        """Call ``move`` on the items, in batches that fit a channel."""
         results: list[TierError | None] = []
         if not items:
             return results
         client = self._joined()
-        with self._lane(client, max(map(self._passing, items))) as lane:
+        with self._channel(client, max(map(self._passing, items))) as channel:
             while len(results) < len(items):
-                lane.used = 0
-                results += move(client, self._place(lane, items[len(results) :]))
+                channel.used = 0
+                results += move(client, self._place(channel, items[len(results) :]))
         return results
 
     def _passing(self, item: Item) -> int:
-        """Return how many bytes of an item are staged in a lane."""
+        """Return how many bytes of an item are staged in a channel."""
         if self._is_staged(item):
             return nbytes_of(item.parts)
         return sum(part.nbytes for part in item.parts if _address(part) not in self._inside)
@@ -226,20 +226,20 @@ class MooncakeStore(BlockStore):
         return self._options.protocol == "tcp" and nbytes_of(item.parts) <= _STAGED_NBYTES
 
     @contextmanager
-    def _lane(self, client: Any, least: int) -> Iterator[_Lane]:
-        """Lend a lane of at least ``least`` bytes to the caller for the duration of the block."""
+    def _channel(self, client: Any, least: int) -> Iterator[_Channel]:
+        """Lend a channel of at least ``least`` bytes to the caller until the block ends."""
         with self._lock:
-            lane = next((lane for lane in self._lanes if lane.view.nbytes >= least), None)
-            if lane is not None:
-                self._lanes.remove(lane)
-        lane = lane or _Lane(client, max(_LANE_NBYTES, least))
+            channel = next((one for one in self._channels if one.view.nbytes >= least), None)
+            if channel is not None:
+                self._channels.remove(channel)
+        channel = channel or _Channel(client, max(_CHANNEL_NBYTES, least))
         try:
-            yield lane
+            yield channel
         finally:
             with self._lock:
-                self._lanes.append(lane)
+                self._channels.append(channel)
 
-    def _place(self, lane: _Lane, items: Sequence[Item]) -> list[_Placed]:
+    def _place(self, channel: _Channel, items: Sequence[Item]) -> list[_Placed]:
         placed: list[_Placed] = []
         for item in items:
             one = _Placed(item, [], [], [])
@@ -248,7 +248,7 @@ class MooncakeStore(BlockStore):
                 flat = part.cast("B")
                 address = _address(flat)
                 if staged or address not in self._inside:
-                    room = lane.take(flat.nbytes)
+                    room = channel.take(flat.nbytes)
                     if room is None:
                         return placed
                     place, address = room

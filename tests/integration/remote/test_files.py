@@ -28,7 +28,7 @@ from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.remote import BlockStore, Item, Shard, StoreTier
 from kvcore.tiers.remote.files import store as module
-from kvcore.tiers.remote.files.lane import Lane
+from kvcore.tiers.remote.files.channel import Channel
 from kvcore.tiers.remote.files.store import FileOptions, FileStore, open_store
 from kvcore_devtools.servers import need_client
 
@@ -210,13 +210,13 @@ def test_a_file_that_shrinks_while_it_is_read_fails_alone(
 ) -> None:
     store = opened()
     put(store, {f"k/{i}": value(i, 9000) for i in range(3)})
-    move = Lane.move
+    move = Channel.move
 
-    def shrink(self: Lane, operation: str, spans: Sequence[FileSpan]) -> Any:
+    def shrink(self: Channel, operation: str, spans: Sequence[FileSpan]) -> Any:
         os.truncate(folder / "k" / "1", 5000)
         return move(self, operation, spans)
 
-    monkeypatch.setattr(Lane, "move", shrink)
+    monkeypatch.setattr(Channel, "move", shrink)
     buffers = [bytearray(9000) for _ in range(3)]
     errors = store.get([Item(f"k/{i}", [memoryview(b)]) for i, b in enumerate(buffers)])
     assert [type(error) for error in errors] == [type(None), TierUnavailable, type(None)]
@@ -311,15 +311,15 @@ def test_a_late_read_is_given_up_and_writes_to_nobody(
     put(opened(), {f"k/{i}": value(i, 5000) for i in range(2)})
     stuck = Stuck(monkeypatch)
     store = opened(timeout_s=0.3, parallel=1)
-    lanes = store._free.qsize()
+    channels = store._free.qsize()
     into = bytearray(5000)
     with pytest.raises(TierUnavailable, match="did not answer in time"):
         store.get([Item("k/0", [memoryview(into)])])
-    assert store._free.qsize() == lanes - 1, "its lane is not used before it has ended"
+    assert store._free.qsize() == channels - 1, "its channel is not used before it has ended"
     store._timeout = PATIENCE_S
     assert store.exists(["k/0"]) == [True], "others go on"
     stuck.go.set()
-    wait_for(lambda: store._free.qsize() == lanes)
+    wait_for(lambda: store._free.qsize() == channels)
     assert bytes(into) == bytes(5000)
     assert fetch(store, "k/1", 5000) == value(1, 5000)
 
@@ -329,17 +329,17 @@ def test_calls_that_all_hang_are_not_waited_for_by_more(
 ) -> None:
     stuck = Stuck(monkeypatch)
     store = opened(timeout_s=0.2, parallel=1)
-    lanes = store._free.qsize()
-    for _ in range(lanes):
+    channels = store._free.qsize()
+    for _ in range(channels):
         with pytest.raises(TierUnavailable, match="in time"):
             store.put([Item("k/0", [memoryview(b"1234")])])
-    assert jobs() == lanes
-    with pytest.raises(TierUnavailable, match=f"all {lanes} lanes are in use"):
+    assert jobs() == channels
+    with pytest.raises(TierUnavailable, match=f"all {channels} channels are in use"):
         store.put([Item("k/0", [memoryview(b"1234")])])
-    assert jobs() == lanes
+    assert jobs() == channels
     store.close()
     stuck.go.set()
     wait_for(lambda: jobs() == 0)
-    assert store._free.qsize() == 0, "a lane whose call ended late was given back"
+    assert store._free.qsize() == 0, "a channel whose call ended late was given back"
     store = opened()
     assert fetch(store, "k/0", 4) == b"1234", "late, and whole"

@@ -375,7 +375,7 @@ def test_an_owner_that_dies_under_a_lease(open_store: Open) -> None:
 
 
 def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_store: Open) -> None:
-    """What a read that was given up writes later lands in a lane that nobody uses."""
+    """What a read that was given up writes later lands in a channel that nobody uses."""
     with PeerNode() as owner:
         owner.call("put", seeds={A: 1, B: 2}, nbytes=NBYTES)
         reader = open_store(owner.listen, timeout_s=20.0)
@@ -399,7 +399,7 @@ def test_an_owner_that_hangs_is_not_waited_for_and_its_bytes_harm_nobody(open_st
         reader.peers._timeout_s = PATIENCE_S
         assert fetch(reader, A, NBYTES) == value(1, NBYTES)
         limit = time.monotonic() + PATIENCE_S
-        while agent._abandoned:  # NIXL says that it has ended: the lane is used again
+        while agent._abandoned:  # NIXL says that it has ended: the channel is used again
             assert time.monotonic() < limit
             fetch(reader, A, NBYTES)
 

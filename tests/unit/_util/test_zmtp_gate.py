@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("zmq")
 
-from kvcore._util.curve import ClientKeys, Guard, client_names, curve_key, make_keys
+from kvcore._util.curve import Authenticator, ClientKeys, client_names, curve_key, make_keys
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore._util.zmtp_gate import Meter, TooMuch
 from kvcore.admin.audit import identity
@@ -180,7 +180,7 @@ def test_once_the_guard_has_ended_nobody_new_is_heard(tmp_path: Path) -> None:
     known = echo.client(tmp_path)
     known.send(b"before")
     assert known.poll(30_000)
-    guard = echo.entrance._guard
+    guard = echo.entrance._authenticator
     assert guard is not None
     guard.stop()
     strangers = [echo.client(tmp_path), echo.client()]
@@ -215,7 +215,7 @@ def test_a_guard_needs_the_secret_of_who_listens(tmp_path: Path) -> None:
     (tmp_path / "server.key_secret").unlink()
     context = Context()
     with pytest.raises(ConfigError, match="--keygen"):
-        Guard(context, tmp_path)
+        Authenticator(context, tmp_path)
     context.destroy(linger=0)
 
 

@@ -4,8 +4,8 @@
     <path>/.writing/<random>      a value being written; renamed to its name when it is complete
 
 A call to a file system or to NIXL cannot be interrupted. Therefore each call runs in its own
-thread, on its own lane, and is abandoned after its timeout. The lane is reused once the abandoned
-call has ended. The caller's memory is never passed to such a call.
+thread, on its own channel, and is abandoned after its timeout. The channel is reused once the
+abandoned call has ended. The caller's memory is never passed to such a call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvcore.errors import (
 from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill, wrong_size
-from kvcore.tiers.remote.files.lane import Lane
+from kvcore.tiers.remote.files.channel import Channel
 from kvcore.tiers.remote.options import StoreOptions
 from kvcore.tiers.remote.tier import StoreKind
 
@@ -75,15 +75,15 @@ class FileOptions(StoreOptions):
 
 
 class _Job:
-    """A borrowed lane and the calls made on it, one at a time, until the time is over."""
+    """A borrowed channel and the calls made on it, one at a time, until the time is over."""
 
-    def __init__(self, lane: Lane, until: float) -> None:
-        self.lane = lane
+    def __init__(self, channel: Channel, until: float) -> None:
+        self.channel = channel
         self.ended: Future[object] = Future()
         self.ended.set_result(None)
         self._until = until
 
-    def run(self, work: Callable[[Lane], T]) -> T:
+    def run(self, work: Callable[[Channel], T]) -> T:
         """Run ``work`` in its own thread, and return or raise its outcome.
 
         Raises TierUnavailable if it is late; the thread then goes on in the background.
@@ -92,7 +92,7 @@ class _Job:
 
         def settle() -> None:
             try:
-                outcome.set_result(work(self.lane))
+                outcome.set_result(work(self.channel))
             except Exception as error:  # noqa: BLE001 - thread boundary: raised on the other side
                 outcome.set_exception(error)
 
@@ -109,7 +109,7 @@ class _Job:
 
 
 class _Staged(NamedTuple):
-    """An item and its place in a lane: the offset ``start`` and the size, both in bytes."""
+    """An item and its place in a channel: the offset ``start`` and the size, both in bytes."""
 
     item: Item
     start: int
@@ -119,18 +119,18 @@ class _Staged(NamedTuple):
 class FileStore(BlockStore):
     """Files in the folder ``root``.
 
-    At most ``lanes`` calls run at a time. Each has a lane of 16 MiB, or of the size of the largest
-    value; only memory that is used becomes resident.
+    At most ``channels`` calls run at a time. Each has a channel of 16 MiB, or of the size of the
+    largest value; only memory that is used becomes resident.
     """
 
-    def __init__(self, root: Path, backend: str, *, lanes: int, timeout_s: float) -> None:
+    def __init__(self, root: Path, backend: str, *, channels: int, timeout_s: float) -> None:
         self._root = root
         self._timeout = timeout_s
-        self._lanes = lanes
+        self._channels = channels
         self._closed = False
-        self._free: queue.LifoQueue[Lane] = queue.LifoQueue()
-        for _ in range(lanes):
-            self._free.put(Lane(backend))
+        self._free: queue.LifoQueue[Channel] = queue.LifoQueue()
+        for _ in range(channels):
+            self._free.put(Channel(backend))
 
     def put(self, items: Sequence[Item]) -> list[TierError | None]:
         def move(job: _Job, staged: Sequence[_Staged], view: memoryview) -> list[TierError | None]:
@@ -139,13 +139,13 @@ class FileStore(BlockStore):
                 for part in one.item.parts:
                     copy_bytes(part, view[start : start + part.nbytes])
                     start += part.nbytes
-            return job.run(lambda lane: self._write(lane, staged))
+            return job.run(lambda channel: self._write(channel, staged))
 
         return self._move(items, move)
 
     def get(self, items: Sequence[Item]) -> list[TierError | None]:
         def move(job: _Job, staged: Sequence[_Staged], view: memoryview) -> list[TierError | None]:
-            errors = job.run(lambda lane: self._read(lane, staged))
+            errors = job.run(lambda channel: self._read(channel, staged))
             for one, error in zip(staged, errors, strict=True):
                 if error is None:
                     fill(one.item, view[one.start : one.start + one.nbytes])
@@ -158,7 +158,7 @@ class FileStore(BlockStore):
             return job.run(lambda _: [self._is_there(name) for name in names])
 
     def delete(self, names: Sequence[str]) -> None:
-        def remove(_: Lane) -> None:
+        def remove(_: Channel) -> None:
             for name in names:
                 with suppress(*_NOT_THERE):
                     (self._root / name).unlink()
@@ -172,7 +172,7 @@ class FileStore(BlockStore):
             while True:
                 self._free.get_nowait().close()
 
-    # -- lanes ------------------------------------------------------------------------------
+    # -- channels ------------------------------------------------------------------------------
 
     def _limit(self) -> float:
         return time.monotonic() + self._timeout
@@ -180,44 +180,44 @@ class FileStore(BlockStore):
     @contextmanager
     def _job(self, until: float) -> Iterator[_Job]:
         try:
-            lane = self._free.get(timeout=max(0.0, until - time.monotonic()))
+            channel = self._free.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
             raise TierUnavailable(
-                f"{self._root}: all {self._lanes} lanes are in use by calls that hang"
+                f"{self._root}: all {self._channels} channels are in use by calls that hang"
             ) from None
-        job = _Job(lane, until)
+        job = _Job(channel, until)
         try:
             yield job
         finally:
-            job.ended.add_done_callback(lambda _: self._put_back(lane))
+            job.ended.add_done_callback(lambda _: self._put_back(channel))
 
-    def _put_back(self, lane: Lane) -> None:
+    def _put_back(self, channel: Channel) -> None:
         if self._closed:
-            lane.close()
+            channel.close()
         else:
-            self._free.put(lane)
+            self._free.put(channel)
 
     def _move(
         self,
         items: Sequence[Item],
         move: Callable[[_Job, Sequence[_Staged], memoryview], list[TierError | None]],
     ) -> list[TierError | None]:
-        """Call ``move`` on the items, in batches that fit a lane."""
+        """Call ``move`` on the items, in batches that fit a channel."""
         until = self._limit()
         results: list[TierError | None] = []
         for staged in _in_lanes(items):
             with self._job(until) as job:
-                view = job.lane.room(staged[-1].start + staged[-1].nbytes)
+                view = job.channel.room(staged[-1].start + staged[-1].nbytes)
                 results += move(job, staged, view)
         return results
 
     # -- files, in a job's thread -----------------------------------------------------------
 
-    def _read(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
+    def _read(self, channel: Channel, staged: Sequence[_Staged]) -> list[TierError | None]:
         opened = [self._open(one) for one in staged]
         spans = [one for one in opened if isinstance(one, FileSpan)]
         try:
-            found = iter(lane.move("READ", spans))
+            found = iter(channel.move("READ", spans))
         finally:
             for span in spans:
                 os.close(span.fd)
@@ -238,11 +238,11 @@ class FileStore(BlockStore):
         os.close(fd)
         return wrong_size(staged.item, found.st_size)
 
-    def _write(self, lane: Lane, staged: Sequence[_Staged]) -> list[TierError | None]:
+    def _write(self, channel: Channel, staged: Sequence[_Staged]) -> list[TierError | None]:
         made = [self._make(one) for one in staged]
         spans = [one[0] for one in made if isinstance(one, tuple)]
         try:
-            moved = iter(lane.move("WRITE", spans))
+            moved = iter(channel.move("WRITE", spans))
         except TierUnavailable as error:
             moved = iter([error] * len(spans))
         finally:
@@ -317,9 +317,9 @@ def _make_folders(root: Path, folder: Path) -> None:
 
 
 def _in_lanes(items: Sequence[Item]) -> Iterator[list[_Staged]]:
-    """Yield batches of items, each placed contiguously in the memory of one lane.
+    """Yield batches of items, each placed contiguously in the memory of one channel.
 
-    An item larger than a lane makes a batch of its own, for which the lane grows.
+    An item larger than a channel makes a batch of its own, for which the channel grows.
     """
     staged: list[_Staged] = []
     at = 0
@@ -344,7 +344,7 @@ def open_store(options: FileOptions, rank: int | None = None) -> FileStore:
     store = FileStore(
         options.path,
         backend,
-        lanes=2 * options.parallel + 1,  # one per thread of `StoreTier`, one for its registry
+        channels=2 * options.parallel + 1,  # one per thread of `StoreTier`, one for its registry
         timeout_s=options.timeout_s,
     )
     try:

@@ -4,5 +4,5 @@ owner                                              reader
 put ──▶ LentMemory ◀── PeerServer ◀─ messages ─▶ Peers ◀── PeerStore.get
           │   leases: where, for how long                    │
           ▼                                                  ▼
-     its memory ═════════════════ NIXL READ ═════════▶ a lane of its own
+     its memory ═════════════════ NIXL READ ═════════▶ a channel of its own
 """

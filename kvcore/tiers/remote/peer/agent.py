@@ -1,7 +1,7 @@
 """A node's NIXL agent: it offers the node's memory to others, and reads theirs.
 
-A read goes into a lane, registered memory of the reader, and is copied from there to its target.
-NIXL does not guarantee that an abandoned read stops writing. Therefore its lane is not reused
+A read goes into a channel, registered memory of the reader, and is copied from there to its target.
+NIXL does not guarantee that an abandoned read stops writing. Therefore its channel is not reused
 before that read has ended, and the caller's memory is never the target of a NIXL read.
 """
 
@@ -27,7 +27,7 @@ class Remote(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Lane:
+class _Channel:
     memory: Pages
     handle: Any = None
     """The handle of the abandoned read that may still write, if any."""
@@ -36,18 +36,18 @@ class _Lane:
 class Agent(NixlAgent):
     """One NIXL agent. Thread-safe.
 
-    Other nodes read ``memory``. ``lanes`` limits the parallel reads of this node. Reads by others
-    over TCP advance only while this node calls `progress`.
+    Other nodes read ``memory``. ``channels`` limits the parallel reads of this node. Reads by
+    others over TCP advance only while this node calls `progress`.
     """
 
-    def __init__(self, name: str, backend: str, lanes: int, memory: Pages | None = None) -> None:
+    def __init__(self, name: str, backend: str, channels: int, memory: Pages | None = None) -> None:
         """Start NIXL. Raises UnsupportedError without NIXL, TierUnavailable without its backend."""
         super().__init__(name, backend, "use UCX")
         self._lock = threading.Lock()
         self._known: set[str] = set()
-        self._free: list[_Lane] = []
-        self._abandoned: list[_Lane] = []
-        self._lanes_left = lanes
+        self._free: list[_Channel] = []
+        self._abandoned: list[_Channel] = []
+        self._lanes_left = channels
         try:
             if memory is not None:
                 self._register(Memory.of(memory))
@@ -91,24 +91,24 @@ class Agent(NixlAgent):
     ) -> Iterator[list[memoryview]]:
         """Read values from a node after the handshake (`meet`). The bytes are valid in the block.
 
-        All values together must fit one lane. Blocks until they have arrived, at most until the
+        All values together must fit one channel. Blocks until they have arrived, at most until the
         monotonic time ``until``.
 
         Raises TierUnavailable if they did not arrive. Unless that was only a timeout, the node must
         be met again before the next read.
         """
-        lane = self._take_lane()
+        channel = self._take_lane()
         try:
-            lane.handle = self._start(agent, values, lane)
-            self._wait(agent, lane, until)
-            yield list(_cut(lane.memory.view, [value.nbytes for value in values]))
+            channel.handle = self._start(agent, values, channel)
+            self._wait(agent, channel, until)
+            yield list(_cut(channel.memory.view, [value.nbytes for value in values]))
         finally:
-            self._put_back(lane)
+            self._put_back(channel)
 
     def close(self) -> bool:
-        """Stop, and release NIXL and the lanes. Idempotent.
+        """Stop, and release NIXL and the channels. Idempotent.
 
-        Returns False if abandoned reads may still write. Then the lanes and NIXL stay allocated
+        Returns False if abandoned reads may still write. Then the channels and NIXL stay allocated
         until the process ends.
         """
         with self._lock:
@@ -118,42 +118,42 @@ class Agent(NixlAgent):
                 _left_behind.append(self)
                 return False
             self._agent = None  # before the memory that it has registered
-            for lane in self._free:
-                lane.memory.close()
+            for channel in self._free:
+                channel.memory.close()
             self._free.clear()
             return True
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _take_lane(self) -> _Lane:
+    def _take_lane(self) -> _Channel:
         with self._lock:
             self._sweep()
             if self._free:
                 return self._free.pop()
             if not self._lanes_left:
-                raise TierUnavailable("every lane is in use, most of them by reads that hang")
-            lane = _Lane(Pages(LANE_NBYTES, huge=False))
+                raise TierUnavailable("every channel is in use, most of them by reads that hang")
+            channel = _Channel(Pages(LANE_NBYTES, huge=False))
             try:
-                self._register(Memory.of(lane.memory))
+                self._register(Memory.of(channel.memory))
             except self._errors as error:
                 raise TierUnavailable(f"NIXL cannot register memory: {say(error)}") from error
             self._lanes_left -= 1
-            return lane
+            return channel
 
-    def _put_back(self, lane: _Lane) -> None:
+    def _put_back(self, channel: _Channel) -> None:
         with self._lock:
-            (self._free if lane.handle is None else self._abandoned).append(lane)
+            (self._free if channel.handle is None else self._abandoned).append(channel)
 
     def _sweep(self) -> None:
-        """Reclaim lanes whose abandoned read has ended. The caller holds the lock."""
-        for lane in list(self._abandoned):
-            if self._state(lane.handle) != RUNNING:
-                self._abandoned.remove(lane)
-                self._end(lane)
-                self._free.append(lane)
+        """Reclaim channels whose abandoned read has ended. The caller holds the lock."""
+        for channel in list(self._abandoned):
+            if self._state(channel.handle) != RUNNING:
+                self._abandoned.remove(channel)
+                self._end(channel)
+                self._free.append(channel)
 
-    def _start(self, agent: str, values: Sequence[Remote], lane: _Lane) -> Any:
-        mine, at = [], lane.memory.address
+    def _start(self, agent: str, values: Sequence[Remote], channel: _Channel) -> Any:
+        mine, at = [], channel.memory.address
         for value in values:
             mine.append((at, value.nbytes, 0))
             at += value.nbytes
@@ -170,9 +170,9 @@ class Agent(NixlAgent):
                 self._forget(agent)
                 raise TierUnavailable(f"NIXL cannot read from {agent}: {say(error)}") from error
 
-    def _wait(self, agent: str, lane: _Lane, until: float) -> None:
+    def _wait(self, agent: str, channel: _Channel, until: float) -> None:
         with self._lock:
-            state = self._state(lane.handle, post=True)
+            state = self._state(channel.handle, post=True)
         for pause in pauses():
             if state != RUNNING:
                 break
@@ -181,9 +181,9 @@ class Agent(NixlAgent):
                 raise TierUnavailable(f"the bytes of {agent} did not arrive in time")
             time.sleep(min(pause, left))
             with self._lock:
-                state = self._state(lane.handle)
+                state = self._state(channel.handle)
         with self._lock:
-            self._end(lane)
+            self._end(channel)
             if state != DONE:
                 self._forget(agent)
         if state != DONE:
@@ -196,10 +196,10 @@ class Agent(NixlAgent):
             with suppress(*self._errors):
                 self._agent.remove_remote_agent(agent)
 
-    def _end(self, lane: _Lane) -> None:
+    def _end(self, channel: _Channel) -> None:
         """Release the handle of a read that has ended. The caller holds the lock."""
-        self._release(lane.handle)
-        lane.handle = None
+        self._release(channel.handle)
+        channel.handle = None
 
 
 def _cut(memory: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:

@@ -256,8 +256,8 @@ class PeerStore(BlockStore):
         with self._lock:
             if self._agent is None:
                 name = f"kvcore-{socket.gethostname()}-{uuid.uuid4().hex}"
-                lanes = 2 * self._options.parallel  # one per thread of `StoreTier`
-                self._agent = Agent(name, self._options.backend, lanes, self._memory)
+                channels = 2 * self._options.parallel  # one per thread of `StoreTier`
+                self._agent = Agent(name, self._options.backend, channels, self._memory)
             return self._agent
 
     def _introduce(self) -> tuple[str, bytes]:
@@ -456,7 +456,7 @@ def _fitting(
 
 
 def _lanes_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
-    """Yield batches of items that fit one lane."""
+    """Yield batches of items that fit one channel."""
     together: list[_RemoteItem] = []
     room = LANE_NBYTES
     for one in wanted:

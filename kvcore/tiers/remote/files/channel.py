@@ -1,7 +1,7 @@
-"""A lane: registered memory, and the NIXL agent that transfers it to and from files.
+"""A channel: registered memory, and the NIXL agent that transfers it to and from files.
 
 NIXL's POSIX backend has one queue per agent, and an error may abort everything in that queue.
-Therefore each lane has its own agent, serves one call at a time, and replaces the agent after an
+Therefore each channel has its own agent, serves one call at a time, and replaces the agent after an
 error.
 """
 
@@ -13,11 +13,11 @@ from kvcore.errors import TierError, TierUnavailable
 from kvcore.memory.hugepages import Pages
 from kvcore.memory.nixl import DONE, LANE_NBYTES, FileAgent, FileSpan, Memory
 
-__all__ = ["Lane"]
+__all__ = ["Channel"]
 
 
-class Lane:
-    """Memory and an agent. One thread at a time may use a lane, and all of its memory."""
+class Channel:
+    """Memory and an agent. One thread at a time may use a channel, and all of its memory."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
