@@ -13,12 +13,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcore._util.circuit_breaker import TierBreakers
-from kvcore.errors import CapacityError, KVCoreError
+from kvcore.errors import CapacityError
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.manager.base import HOST, Lane, Room, TransferOptions, Transport
 from kvcore.manager.invalidation import Invalidation
@@ -185,15 +184,6 @@ class Flights:
         return max(1, min(self.batch, places if rows <= places else places // 2))
 
     # -- from plan to end -------------------------------------------------------------------
-
-    @contextmanager
-    def planning(self, flight: Flight) -> Iterator[None]:
-        """Give back what ``flight`` has so far if it cannot be planned."""
-        try:
-            yield
-        except KVCoreError:
-            self.release(flight)
-            raise
 
     def plan(self, flight: Flight, graph: TransferGraph) -> None:
         """Keep what ``flight`` has until `launch` or `drop`, one of which follows exactly once."""

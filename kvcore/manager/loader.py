@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvcore.errors import TransferError
+from kvcore.errors import KVCoreError, TransferError
 from kvcore.index import BlockIndex, Reservation
 from kvcore.manager.base import HOST, Hit, Planned
 from kvcore.manager.inflight import Flight, Flights
@@ -54,8 +54,11 @@ class Loader:
         if not 0 <= blocks.start < blocks.stop <= hit.depth:
             raise TransferError(f"a load of blocks {blocks.start}..{blocks.stop} of {hit.depth}")
         flight = Flight(hit.keys, blocks.start)
-        with self._flights.planning(flight):
+        try:
             graph = self._load(flight, hit, blocks, layers, deadline_s)
+        except KVCoreError:
+            self._flights.release(flight)
+            raise
         return self._planned(flight, hit, blocks, graph)
 
     def plan_fetch(
@@ -76,8 +79,11 @@ class Loader:
         if not flight.reserved:
             return None
         blocks = Span(start, flight.reserved[-1].stop)
-        with self._flights.planning(flight):
+        try:
             _, rows = self._sources(flight, hit, blocks)
+        except KVCoreError:
+            self._flights.release(flight)
+            raise
         graph = build_fetch(
             next(self._flights.ids),
             Chain.of(hit.keys, hit.namespace, blocks),

@@ -224,7 +224,7 @@ class KVManager(Manager):
     ) -> None:
         self.offloader.publish(planned)
         self.flights.launch(graph, lane, on_end)
-        if graph.priority is Priority.LOAD and graph.touches_device:
+        if graph.priority is Priority.LOAD and graph.ops[-1].path.touches_device:  # not a fetch
             used = self.index.match(planned.keys[: planned.blocks.stop])
             self.index.touch(used)
             self.offloader.offer(planned.keys, graph.namespace, used.depths[0])

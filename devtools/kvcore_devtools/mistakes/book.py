@@ -174,9 +174,9 @@ MISTAKES = (
         name="a-leaked-pin",
         breaks="A load that cannot be planned keeps its source blocks pinned for ever.",
         commit="520663e9",
-        file="kvcore/manager/inflight.py",
-        old="        except KVCoreError:\n            self.release(flight)\n",
-        new="        except KVCoreError:\n",
+        file="kvcore/manager/loader.py",
+        old="deadline_s)\n        except KVCoreError:\n            self._flights.release(flight)\n",
+        new="deadline_s)\n        except KVCoreError:\n",
         found_by=(
             "tests/unit/manager/test_manager.py::"
             "test_a_lookup_that_is_no_longer_true_leaves_nothing_pinned",
