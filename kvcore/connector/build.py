@@ -2,7 +2,7 @@
 
 The choice between tiers of this process and a kvcore server is made here, and nowhere else.
 
-    config + model ── build_leader ──▶ LeaderParts     index, lower tiers, manager; or a client
+    config + model ── build_leader ──▶ ManagerParts     index, lower tiers, manager; or a client
     config + model ── build_worker ──▶ WorkerParts     arena, copies, tiers to open     (each rank)
              pages ──┘
     parts + what the engine knows ──── build_policy, build_planner, build_fusion_worker
@@ -22,7 +22,7 @@ from kvcore.config import Config
 from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
 from kvcore.connector.fusion_scheduler import FusionScheduler, FusionTraits
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
@@ -33,13 +33,13 @@ from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
-from kvcore.runtime.build import LeaderParts, WorkerParts
+from kvcore.runtime.build import ManagerParts, WorkerParts
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Rates
 from kvcore.transfer.plan import layer_steps
 
 __all__ = [
-    "LeaderParts",
+    "ManagerParts",
     "WorkerParts",
     "build_fusion_scheduler",
     "build_fusion_worker",
@@ -48,7 +48,7 @@ __all__ = [
     "build_policy",
     "build_worker",
     "fusion_parts",
-    "scheduler_parts",
+    "leader_parts",
 ]
 
 _log = logging.getLogger("kvcore.connector")
@@ -68,7 +68,7 @@ def build_leader(
     *,
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
-) -> LeaderParts:
+) -> ManagerParts:
     """Build the leader of a model, over tiers of this process or as a client of a server.
 
     The leader is a client if ``config`` names a server. Does I/O: a disk tier scans its records, or
@@ -99,15 +99,15 @@ def build_leader(
     return runtime.enter_directory(config, model, parts, "leader", data_parallel_rank)
 
 
-def scheduler_parts(
-    parts: LeaderParts,
+def leader_parts(
+    parts: ManagerParts,
     transport: Transport,
     recorder: RequestRecorder,
     fusion: F | None = None,
     planning: LoadAdvisor | None = None,
-) -> SchedulerParts[F]:
-    """Collect the parts of an engine's `SchedulerCore`, which releases ``parts`` when it closes."""
-    return SchedulerParts(
+) -> LeaderParts[F]:
+    """Collect the parts of an engine's `LeaderCore`, which releases ``parts`` when it closes."""
+    return LeaderParts(
         manager=parts.manager,
         transport=transport,
         metrics=parts.metrics,
@@ -118,7 +118,7 @@ def scheduler_parts(
     )
 
 
-def _join(config: Config, model: ModelDescription, transport: Transport) -> LeaderParts:
+def _join(config: Config, model: ModelDescription, transport: Transport) -> ManagerParts:
     """Build the leader as a client of a server."""
     from kvcore.server.client import join_server
 
@@ -128,14 +128,14 @@ def _join(config: Config, model: ModelDescription, transport: Transport) -> Lead
     manager = join_server(config, model, transport, metrics)
     if config.events.endpoint or config.events.nats:
         _log.info("block events are published by the kvcore server, which has the tiers")
-    return LeaderParts(manager, metrics, (), plugins, [manager.close])
+    return ManagerParts(manager, metrics, (), plugins, [manager.close])
 
 
 def build_fusion_scheduler(
     kind: type[F],
     config: Config,
     model: ModelDescription,
-    parts: LeaderParts,
+    parts: ManagerParts,
     traits: FusionTraits,
     policy: FusionPolicy | None = None,
     *,
@@ -157,7 +157,7 @@ def build_fusion_scheduler(
 def build_policy(
     config: Config,
     model: ModelDescription,
-    parts: LeaderParts,
+    parts: ManagerParts,
     *,
     hidden: int,
     device: str,
@@ -191,7 +191,7 @@ def build_policy(
 def build_planner(
     config: Config,
     model: ModelDescription,
-    parts: LeaderParts,
+    parts: ManagerParts,
     rates: Rates,
     recorder: RequestRecorder,
     *,

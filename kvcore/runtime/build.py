@@ -1,6 +1,6 @@
 """Composition of one process from a config: a leader's manager, or the worker of a rank.
 
-    config + model ── build_manager ──▶ LeaderParts   index, lower tiers, manager
+    config + model ── build_manager ──▶ ManagerParts   index, lower tiers, manager
     config + model ── build_worker ───▶ WorkerParts   arena, copies, tiers to open     (each rank)
              pages ──┘
 
@@ -48,7 +48,7 @@ from kvcore.worker.lifecycle import RankParts
 
 __all__ = [
     "HostSlots",
-    "LeaderParts",
+    "ManagerParts",
     "WorkerParts",
     "build_manager",
     "build_segments",
@@ -130,7 +130,7 @@ def load_plugins(config: Config) -> PluginManager:
 
 
 @dataclass(frozen=True)
-class LeaderParts:
+class ManagerParts:
     """A leader's manager, and the parts that live as long as it.
 
     ``backings`` are its own lower tiers, restored; a server's client has none. The owner calls each
@@ -161,10 +161,10 @@ class LeaderParts:
 def enter_directory(
     config: Config,
     model: ModelDescription,
-    parts: LeaderParts,
+    parts: ManagerParts,
     kind: str,
     data_parallel_rank: int | None = None,
-) -> LeaderParts:
+) -> ManagerParts:
     """Register this process and the endpoints of its events in the directory of ``[cluster]``.
 
     Returns ``parts`` with a release that leaves the directory, or unchanged if there is no
@@ -185,8 +185,8 @@ def enter_directory(
 
 
 def with_admin(
-    config: Config, model: ModelDescription, parts: LeaderParts, data_parallel_rank: int | None
-) -> LeaderParts:
+    config: Config, model: ModelDescription, parts: ManagerParts, data_parallel_rank: int | None
+) -> ManagerParts:
     """Return ``parts`` with an endpoint for operators' commands, if ``config`` names a socket.
 
     ``parts`` are those of `build_manager`. If the endpoint cannot be opened, they are released and
@@ -216,7 +216,7 @@ def build_manager(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
     write_through_in_save: bool = True,
-) -> LeaderParts:
+) -> ManagerParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
     ``write_through_in_save`` is as in `TransferOptions`. ``on_event``
@@ -274,7 +274,7 @@ def build_manager(
     )
     outside = [] if events is None else [events.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
-    return LeaderParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
+    return ManagerParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
 
 
 def _token_publisher(feed: Feed | None, block_tokens: int) -> TokenPublisher | None:

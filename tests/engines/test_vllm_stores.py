@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcore.config import load_config
-from kvcore.connector.build import build_leader, scheduler_parts
+from kvcore.connector.build import build_leader, leader_parts
 from kvcore.connector.disagg import promised
 from kvcore.connector.messages import StepReport
 from kvcore.connector.step_transport import Outbox
@@ -53,7 +53,7 @@ def request(tokens: list[int]) -> Any:
 @pytest.fixture
 def make_side() -> Iterator[Callable[..., Any]]:
     """A scheduler side whose tier is the process's store of that name."""
-    scheduler = pytest.importorskip("kvcore_vllm.scheduler")
+    scheduler = pytest.importorskip("kvcore_vllm.leader")
     made: list[Any] = []
 
     def make(name: str, promise_s: float = 300.0) -> Any:
@@ -63,8 +63,8 @@ def make_side() -> Iterator[Callable[..., Any]]:
         config = load_config(None, {**tables, "vllm": {"promise_s": promise_s}})
         outbox, recorder = Outbox(1), RequestRecorder()
         leader = build_leader(config, MODEL, outbox, recorder)
-        parts = scheduler_parts(leader, outbox, recorder)
-        made.append(scheduler.SchedulerSide(config, MODEL, parts, outbox, leader.open_tiers))
+        parts = leader_parts(leader, outbox, recorder)
+        made.append(scheduler.Leader(config, MODEL, parts, outbox, leader.open_tiers))
         return made[-1]
 
     yield make

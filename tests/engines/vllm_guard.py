@@ -35,8 +35,8 @@ from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics, PrometheusSink
 from kvcore_devtools.planted import Part, methods
 from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreMetadata
-from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard, _Ledger
@@ -48,11 +48,11 @@ TEXTS = {"in the step": (200, 280), "between steps": (340, 400)}
 
 LEADER = ("_offer", "_launch_load", "_fences", "_take_report", "_load_ended", "_save_computed")
 WORKER = ("_submit", "_collect", "_begin_blends", "_settle_failed", "_take")
-OWNERS = (SchedulerSide, WorkerGuard, _Ledger, WorkerConnector, KVCoreMetadata, RequestRecorder)
+OWNERS = (Leader, WorkerGuard, _Ledger, WorkerConnector, KVCoreMetadata, RequestRecorder)
 OWNERS += (KVManager, Metrics)
 RECOVERY = {
-    (SchedulerSide, "_launch_load"): [(SchedulerSide, "stop"), (SchedulerSide, "lose")],
-    (SchedulerSide, "_fences"): [(SchedulerSide, "disable"), (SchedulerSide, "last_plan")],
+    (Leader, "_launch_load"): [(Leader, "stop"), (Leader, "lose")],
+    (Leader, "_fences"): [(Leader, "disable"), (Leader, "last_plan")],
     (WorkerConnector, "begin"): [
         (WorkerConnector, "abandon"),
         (WorkerGuard, "last_report"),
@@ -66,7 +66,7 @@ def cases() -> dict[str, list[Part]]:
     parts = [Part(KVCoreConnector, name) for name in methods(KVCoreConnector)]
     parts += [part._replace(after=True) for part in parts]
     parts += [Part(owner, name) for owner in OWNERS for name in methods(owner)]
-    parts += [Part(SchedulerSide, name) for name in LEADER]
+    parts += [Part(Leader, name) for name in LEADER]
     parts += [Part(WorkerConnector, name) for name in WORKER]
     parts += [Part(KVCoreStats, name) for name in ("aggregate", "is_empty", "reduce")]
     parts += [Part(KVCorePromMetrics, "observe"), Part(PrometheusSink, "apply", always=True)]
@@ -203,7 +203,7 @@ def main(model: str) -> None:
     after = rig.again("in the step")
     reused = rig.leader._scheduler.metrics.snapshot().get("kvcore_hits_total")
     with contextlib.ExitStack() as stack:
-        for part in ((SchedulerSide, "close"), (WorkerConnector, "close"), (RankGuard, "run")):
+        for part in ((Leader, "close"), (WorkerConnector, "close"), (RankGuard, "run")):
             stack.enter_context(Part(*part).planted())
         rig.leader.shutdown()
         rig.rank.shutdown()

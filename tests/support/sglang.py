@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 
 from kvcore.config import load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402
-    LeaderParts,
+    ManagerParts,
     build_leader,
     build_worker,
-    scheduler_parts,
+    leader_parts,
 )
 from kvcore.connector.forward_timer import ForwardTimer  # noqa: E402
 from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime  # noqa: E402
@@ -162,7 +162,7 @@ class SGLangRig:
         self.leader = Leader(
             self.config,
             model,
-            scheduler_parts(
+            leader_parts(
                 made,
                 outbox,
                 recorder,
@@ -183,7 +183,7 @@ class SGLangRig:
             assert time.monotonic() < limit
             self.worker.wait_report(0.02)
 
-    def _fusion(self, parts: LeaderParts) -> SglangFusionScheduler:
+    def _fusion(self, parts: ManagerParts) -> SglangFusionScheduler:
         shape = self.served.model.shape
         segments = Segments(self.config.block.tokens, min_tokens=self.config.fusion.min_tokens)
         steps = layer_steps(shape.layers)

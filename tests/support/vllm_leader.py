@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
@@ -18,7 +18,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
-from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.leader import Leader
 
 BLOCK, LAYERS = 16, 4
 SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
@@ -56,10 +56,10 @@ class LeaderRig:
         )
         metrics, recorder = Metrics("leader"), RequestRecorder()
         recorder.count_in(metrics)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
         )
-        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {}, **options)
+        self.side = Leader(self.config, MODEL, parts, self.outbox, {}, **options)
         self.chain = KeyChain(self.side.namespaces.of(), BLOCK)
         self.chain.extend(PROMPT)
         self.space = self.chain.namespace.digest

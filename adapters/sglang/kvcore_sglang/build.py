@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from kvcore.config import Config
 from kvcore.connector.build import (
-    LeaderParts,
+    ManagerParts,
     WorkerParts,
     build_fusion_scheduler,
     build_fusion_worker,
     build_leader,
     build_policy,
     build_worker,
-    scheduler_parts,
+    leader_parts,
 )
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_scheduler import FusionTraits
@@ -153,11 +153,11 @@ def _leader(
         times_forwards=worker.times_forwards,
     )
     fusion = _fusion_leader(config, served, parts) if fuses else None
-    made = scheduler_parts(parts, outbox, recorder, fusion)
+    made = leader_parts(parts, outbox, recorder, fusion)
     return Leader(config, model, made, outbox, worker, links, parts.open_tiers, publish)
 
 
-def _fusion_leader(config: Config, served: Served, parts: LeaderParts) -> SglangFusionScheduler:
+def _fusion_leader(config: Config, served: Served, parts: ManagerParts) -> SglangFusionScheduler:
     """Build the fusion scheduler.
 
     Its policy starts from the layers' timing at start, and learns from forwards, blends and loads.

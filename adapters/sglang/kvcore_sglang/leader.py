@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendPlan
-from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
+from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
 from kvcore.manager.base import HOST, Hit, Lane, Planned, Source
@@ -61,7 +61,7 @@ def _below(blocks: Mapping[str, int]) -> int:
     return sum(count for tier, count in blocks.items() if tier != HOST)
 
 
-class Leader(SchedulerCore[SglangFusionScheduler]):
+class Leader(LeaderCore[SglangFusionScheduler]):
     """The leader of one engine. Called from the scheduler's thread only.
 
     ``local`` is the worker of the leader's own rank. ``links`` reach the other ranks. ``publish``
@@ -72,7 +72,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
         self,
         config: Config,
         model: ModelDescription,
-        parts: SchedulerParts[SglangFusionScheduler],
+        parts: LeaderParts[SglangFusionScheduler],
         outbox: Outbox,
         local: WorkerConnector,
         links: RankLinks,
@@ -81,7 +81,7 @@ class Leader(SchedulerCore[SglangFusionScheduler]):
     ) -> None:
         self._settings = settings = config.sglang
         self._page = model.groups[0].page_tokens
-        traits = SchedulerTraits(
+        traits = LeaderTraits(
             no_page=NO_PAGE,
             min_load_tokens=max(settings.min_load_tokens, self._page),
             layerwise=settings.layerwise,

@@ -18,7 +18,7 @@ from kvcore_trtllm.describe import whole
 from kvcore_trtllm.fusion import TrtllmLayers, ropes_of
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
 from kvcore_trtllm.layout import Memory
-from kvcore_trtllm.scheduler import Leader
+from kvcore_trtllm.leader import Leader
 from kvcore_trtllm.worker import Allgather, Tally, WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")
@@ -143,7 +143,7 @@ def build_leader(
     leader = Leader(
         config,
         model,
-        build.scheduler_parts(parts, outbox, recorder, fusion),
+        build.leader_parts(parts, outbox, recorder, fusion),
         outbox,
         open_tiers={} if alone else parts.open_tiers,
         lane=worker.start if alone else None,

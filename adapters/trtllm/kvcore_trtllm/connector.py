@@ -29,8 +29,8 @@ from kvcore_trtllm.build import (
 )
 from kvcore_trtllm.describe import ModelFacts, check_settings, check_weights, describe
 from kvcore_trtllm.layout import Memory, of_pool, of_regions
+from kvcore_trtllm.leader import Leader
 from kvcore_trtllm.messages import KVCoreMetadata, StepPlan
-from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import WorkerConnector
 
 _log = logging.getLogger("kvcore.trtllm")

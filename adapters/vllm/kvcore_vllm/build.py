@@ -10,7 +10,7 @@ import torch
 
 from kvcore.config import Config
 from kvcore.connector.build import (
-    LeaderParts,
+    ManagerParts,
     WorkerParts,
     build_fusion_scheduler,
     build_fusion_worker,
@@ -18,7 +18,7 @@ from kvcore.connector.build import (
     build_planner,
     build_policy,
     build_worker,
-    scheduler_parts,
+    leader_parts,
 )
 from kvcore.connector.clients import Clients
 from kvcore.connector.engine_layers import Agreement
@@ -43,8 +43,8 @@ from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.identity import media_identity
 from kvcore_vllm.layout import group_view
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.round_trip import verify
-from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.worker import WorkerConnector
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ _log = logging.getLogger("kvcore.vllm")
 
 def build_scheduler_side(
     config: Config, vllm_config: VllmConfig, model: ModelDescription
-) -> SchedulerSide:
+) -> Leader:
     """Build the leader. A tier that cannot be used is left out with a warning."""
     assert vllm_config.kv_transfer_config is not None
     outbox = Outbox(model.world_size)
-    side: SchedulerSide
+    side: Leader
     settings, recorder = config.vllm, RequestRecorder.of(config)
     tell = (lambda event: side.note_event(event)) if _wants_events(vllm_config) else None
     parts = build_leader(
@@ -95,10 +95,10 @@ def build_scheduler_side(
             layerwise=layerwise and in_step,
         )
     fusion = _fusion_leader(config, vllm_config, model, parts, pace)
-    side = SchedulerSide(
+    side = Leader(
         config,
         model,
-        scheduler_parts(parts, outbox, recorder, fusion, planning),
+        leader_parts(parts, outbox, recorder, fusion, planning),
         outbox,
         parts.open_tiers,
         policy=pace,
@@ -150,7 +150,7 @@ def _fusion_leader(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    parts: LeaderParts,
+    parts: ManagerParts,
     pace: FusionPolicy | None,
 ) -> VllmFusionScheduler | None:
     """Build the fusion scheduler; None if fusion is off or does not support the model."""

@@ -46,8 +46,8 @@ from kvcore_vllm.build import (
 from kvcore_vllm.describe import describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
-from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.weights import watch_weights
 from kvcore_vllm.worker import WorkerConnector
@@ -136,7 +136,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: Leader | None = None
         self._worker: WorkerGuard | None = None
         self._model: ModelDescription | None = None
         self._metrics = Metrics(role.name.lower())  # only if kvcore serves nothing here
@@ -145,7 +145,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pages: list[int] = []
         self._taken: tuple[SchedulerOutput | None, Promises] = None, Promises()
         self._left = ""  # why the leader is called no more
-        self._parted: SchedulerSide | None = None  # that leader, which is still to be closed
+        self._parted: Leader | None = None  # that leader, which is still to be closed
         self._layerwise = False
         self._hooked = False  # plugins watch the model's attention
         self._config = Config()
@@ -236,7 +236,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler, self._parted, self._left = None, self._scheduler, why
             attempt("the metrics", self._metrics.aside, None)
 
-    def _build_scheduler(self, model: ModelDescription) -> SchedulerSide | None:
+    def _build_scheduler(self, model: ModelDescription) -> Leader | None:
         """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
         try:
             return build_scheduler_side(self._config, self._vllm_config, model)
@@ -515,7 +515,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return what fails the step's promises. Without a leader it also stops the workers."""
         return KVCoreMetadata(promises=self._take_promises(output), stopped=self._left)
 
-    def _last_plan(self, scheduler: SchedulerSide) -> KVCoreMetadata | None:
+    def _last_plan(self, scheduler: Leader) -> KVCoreMetadata | None:
         try:
             return scheduler.last_plan()
         except Exception as error:  # noqa: BLE001 - recovery does not raise
@@ -557,7 +557,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Follow a reset of vLLM's cache; return None if kvcore does not serve the model.
 
-        See `SchedulerSide.reset`. False after an error: nothing old is served by this engine, but
+        See `Leader.reset`. False after an error: nothing old is served by this engine, but
         tiers that were to be erased may not be.
         """
         if self._scheduler is None:

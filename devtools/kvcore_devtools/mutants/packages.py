@@ -65,7 +65,7 @@ PACKAGES: Mapping[str, Package] = {
         marks="not engine and not exhaustive",
     ),
     "vllm": Package(
-        ("adapters/vllm/kvcore_vllm/scheduler.py", "adapters/vllm/kvcore_vllm/worker_guard.py"),
+        ("adapters/vllm/kvcore_vllm/leader.py", "adapters/vllm/kvcore_vllm/worker_guard.py"),
         ("tests/adapters/vllm",),
     ),
     "sglang": Package(
@@ -74,7 +74,7 @@ PACKAGES: Mapping[str, Package] = {
     ),
     "trtllm": Package(
         (
-            "adapters/trtllm/kvcore_trtllm/scheduler.py",
+            "adapters/trtllm/kvcore_trtllm/leader.py",
             "adapters/trtllm/kvcore_trtllm/worker.py",
         ),
         ("tests/adapters/trtllm",),

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from kvcore.config import Config
 from kvcore.connector.build import (
-    LeaderParts,
+    ManagerParts,
     WorkerParts,
     build_leader,
     build_planner,
     build_worker,
     fusion_parts,
-    scheduler_parts,
+    leader_parts,
 )
 from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.errors import CapacityError, ConfigError, TransferError
@@ -211,14 +211,14 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         self.leader = self.leader_type(
             config,
             described,
-            scheduler_parts(built, transport, recorder, fusion, planning),
+            leader_parts(built, transport, recorder, fusion, planning),
             transport,
             min_load_tokens=self.args.min_load_tokens,
             produces=self.args.produces,
             promise_s=self.args.promise_s,
         )
 
-    def _guess(self, built: LeaderParts) -> Rates:
+    def _guess(self, built: ManagerParts) -> Rates:
         """Return what to expect of compute and tiers before anything is measured."""
         spec = self.model.spec
         compute = guess_compute(spec.hidden, spec.layers, self.args.ranks, self.model.device.type)

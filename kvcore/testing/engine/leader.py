@@ -24,7 +24,7 @@ from typing import NamedTuple
 from kvcore.config import Config
 from kvcore.connector.disagg import accepted, promised
 from kvcore.connector.fusion_messages import BlendPlan
-from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
+from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.errors import CapacityError, KVCoreError, TierUnavailable
 from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Promise
@@ -107,21 +107,21 @@ class _Load:
     failed: bool = False
 
 
-class Leader(SchedulerCore[ReferenceFusionScheduler]):
+class Leader(LeaderCore[ReferenceFusionScheduler]):
     """One per engine. Engine thread only. No call waits but `fence` and `abort`."""
 
     def __init__(
         self,
         config: Config,
         model: ModelDescription,
-        parts: SchedulerParts[ReferenceFusionScheduler],
+        parts: LeaderParts[ReferenceFusionScheduler],
         transport: DirectTransport,
         *,
         min_load_tokens: int,
         produces: bool,
         promise_s: float,
     ) -> None:
-        traits = SchedulerTraits(
+        traits = LeaderTraits(
             no_page=NO_PAGE, min_load_tokens=max(min_load_tokens, 1), layerwise=True
         )
         super().__init__(config, model, parts, traits)

@@ -93,9 +93,9 @@ def test_abort_in_every_state(
 
 
 def test_aborted_requests_are_collected(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcore_trtllm import scheduler
+    from kvcore_trtllm import leader as module
 
-    monkeypatch.setattr(scheduler, "FORGET_AFTER", 16)
+    monkeypatch.setattr(module, "FORGET_AFTER", 16)
     harness = make()
     for seed in range(5):
         request = harness.submit(tokens(seed, 40), 30)
@@ -111,9 +111,9 @@ def test_a_request_that_is_silent_and_alive_is_not_lost(
     make: Make, reference: Any, copies: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parked request is not mentioned while others run, however long that takes."""
-    from kvcore_trtllm import scheduler
+    from kvcore_trtllm import leader as module
 
-    monkeypatch.setattr(scheduler, "FORGET_AFTER", 8)
+    monkeypatch.setattr(module, "FORGET_AFTER", 8)
     harness = make({"transfer": {"sync_load_max": 0}})
     prompt = tokens(1, 100)
     harness.generate([prompt], 1)

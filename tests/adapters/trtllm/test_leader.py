@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import CapacityError
 from kvcore.explain.recorder import RequestRecorder
@@ -22,8 +22,8 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker.lifecycle import RankParts, refuse_tier
 from kvcore_trtllm.describe import whole
+from kvcore_trtllm.leader import Leader
 from kvcore_trtllm.messages import StepPlan
-from kvcore_trtllm.scheduler import Leader
 from kvcore_trtllm.worker import Tally, WorkerConnector
 from support.trtllm_parts import facts, request
 from support.worker import load_graph
@@ -42,9 +42,7 @@ def make_leader(sync_load_max: str = "512MiB") -> Leader:
     model = whole(facts(page_tokens=16), (LayerGroup(0, 16, (0, 1, 2)),), 16)
     metrics, recorder = Metrics("leader"), RequestRecorder()
     recorder.count_in(metrics)
-    parts = SchedulerParts[Any](
-        manager=manager, transport=outbox, metrics=metrics, recorder=recorder
-    )
+    parts = LeaderParts[Any](manager=manager, transport=outbox, metrics=metrics, recorder=recorder)
     return Leader(config, model, parts, outbox, {})
 
 

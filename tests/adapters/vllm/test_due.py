@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcore.config import load_config
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.messages import StepReport
-from kvcore.connector.scheduler import SchedulerParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.options import FusionOptions
@@ -24,8 +24,8 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm import due
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreWorkerMetadata
-from kvcore_vllm.scheduler import SchedulerSide
 
 BLOCK, RUN, PROMPT = 16, 64, 100
 MODEL = ModelDescription(
@@ -67,10 +67,10 @@ class Engine:
         metrics, recorder = Metrics("leader"), RequestRecorder()
         recorder.count_in(metrics)
         self.manager = KVManager(index, self.outbox, metrics=metrics)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=self.manager, transport=self.outbox, metrics=metrics, recorder=recorder
         )
-        self.side = SchedulerSide(config, model, parts, self.outbox, {})
+        self.side = Leader(config, model, parts, self.outbox, {})
         self.requests = {f"r{i}": self._request(i, PROMPT + i * tail) for i in range(requests)}
         self.saved: Counter[str] = Counter()
         for request in self.requests.values():

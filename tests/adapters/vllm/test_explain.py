@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.file import read_records
 from kvcore.explain.recorder import RequestRecorder
@@ -21,7 +21,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates
-from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.leader import Leader
 
 BLOCK, LAYERS = 16, 4
 SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
@@ -49,14 +49,14 @@ class Side:
                 rates.loaded(tier, n * 1_000_000, n * 1e6 * disk_second_a_byte)
         planning = LoadAdvisor(config, MODEL, manager, rates, min_load_tokens=64, layerwise=True)
         self.recorder.count_in(metrics)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=manager,
             transport=outbox,
             metrics=metrics,
             recorder=self.recorder,
             planning=planning,
         )
-        self.side = SchedulerSide(config, MODEL, parts, outbox, {})
+        self.side = Leader(config, MODEL, parts, outbox, {})
         chain = KeyChain(self.side.namespaces.of(), BLOCK)
         chain.extend(PROMPT)
         index.lifecycle.commit(

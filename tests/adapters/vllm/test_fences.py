@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
@@ -19,8 +19,8 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore_vllm.fences import unknown_writers
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import StepPlan
-from kvcore_vllm.scheduler import SchedulerSide
 
 MODEL = ModelDescription(
     BlockShape(2, 2, 64, 16, "float16"), (LayerGroup(0, 16, (0, 1)),), b"f" * 32, 1
@@ -41,16 +41,16 @@ class Output:
 
 
 @pytest.fixture
-def side() -> SchedulerSide:
+def side() -> Leader:
     outbox, recorder = Outbox(1), RequestRecorder()
     index = BlockIndex([TierSpec("host", 8)])
-    parts = SchedulerParts[Any](
+    parts = LeaderParts[Any](
         manager=KVManager(index, outbox),
         transport=outbox,
         metrics=Metrics("leader"),
         recorder=recorder,
     )
-    made = SchedulerSide(load_config(None, {}), MODEL, parts, outbox, {})
+    made = Leader(load_config(None, {}), MODEL, parts, outbox, {})
     saves = SimpleNamespace(graphs={5, 3, 8}, among=lambda pages: [])
     made._users = saves  # type: ignore[assignment]
     return made
@@ -58,7 +58,7 @@ def side() -> SchedulerSide:
 
 @pytest.mark.parametrize("name", ["moved_block_ids", "kv_cache_rows", "blocks"])
 def test_every_save_is_fenced_if_the_output_has_an_unknown_field(
-    side: SchedulerSide, name: str, caplog: pytest.LogCaptureFixture
+    side: Leader, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "kvcore.vllm.scheduler")
     newer = make_dataclass("Newer", [(name, list, None)], bases=(Output,))
@@ -69,7 +69,7 @@ def test_every_save_is_fenced_if_the_output_has_an_unknown_field(
     assert line.endswith(name)
 
 
-def test_known_fields_fence_what_they_name_only(side: SchedulerSide) -> None:
+def test_known_fields_fence_what_they_name_only(side: Leader) -> None:
     assert side._fences(StepPlan(), Output()) == []  # type: ignore[arg-type]
 
 

@@ -27,8 +27,8 @@ from kvcore.memory.device import device_of
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError
 from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreMetadata, Promises, StepPlan
-from kvcore_vllm.scheduler import SchedulerSide
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard
@@ -571,7 +571,7 @@ def test_weights_that_change_at_any_time_are_apart_from_the_start() -> None:
     assert len(spaces) == 3
 
 
-def side_with(when: str) -> SchedulerSide:
+def side_with(when: str) -> Leader:
     rig = LeaderRig(settings={"namespace": {"weights_change": when}})
     return rig.side
 
@@ -594,7 +594,7 @@ def test_a_refused_load_counts_its_own_tokens(caplog: pytest.LogCaptureFixture) 
     tracked = rig.side._requests["r"]
     tracked.load_tokens = 400
     rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 0)
-    tracked.offer = kvcore_vllm.scheduler.Offer(0, 64, 64)
+    tracked.offer = kvcore_vllm.leader.Offer(0, 64, 64)
     tracked.hit = rig.manager.get_match(rig.chain.keys, rig.space)
     rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 64)
     assert tracked.load_tokens == 64

@@ -10,7 +10,7 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import RowError, TransferGraph
-from kvcore_vllm import scheduler
+from kvcore_vllm import leader
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler
 from support.vllm_leader import BLOCK, PAGES, SHAPE, LeaderRig, request
 
@@ -18,7 +18,7 @@ from support.vllm_leader import BLOCK, PAGES, SHAPE, LeaderRig, request
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> LeaderRig:
     made = LeaderRig()
-    monkeypatch.setattr(scheduler.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
+    monkeypatch.setattr(leader.time, "monotonic", lambda: made.now)  # type: ignore[attr-defined]
     return made
 
 

@@ -13,15 +13,15 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvcore.connector.page_table import PageUsers
 from kvcore.errors import UnsupportedError
 from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import StepPlan
-from kvcore_vllm.scheduler import SchedulerSide
 from support.worker import load_graph
 
 
 @pytest.fixture
-def side() -> SchedulerSide:
+def side() -> Leader:
     """A leader with a save of pages 3 and 4 in flight."""
-    made = SchedulerSide.__new__(SchedulerSide)
+    made = Leader.__new__(Leader)
     made._users, made._load_pages = PageUsers(), []
     made._users.add(load_graph(9), [3, 4])
     return made
@@ -43,7 +43,7 @@ def pages_of(*groups: list[int]) -> Any:
     ids=["of a new request", "of a running request", "zeroed", "copied to", "put into a table"],
 )
 def test_a_save_is_waited_for_before_vllm_writes_its_pages(
-    side: SchedulerSide, written: dict[str, Any]
+    side: Leader, written: dict[str, Any]
 ) -> None:
     output = SchedulerOutput.make_empty()
     assert side._fences(StepPlan(), output) == []
@@ -52,14 +52,14 @@ def test_a_save_is_waited_for_before_vllm_writes_its_pages(
     assert side._fences(StepPlan(), output) == [9]
 
 
-def test_a_save_is_waited_for_before_a_load_writes_its_pages(side: SchedulerSide) -> None:
+def test_a_save_is_waited_for_before_a_load_writes_its_pages(side: Leader) -> None:
     """Its request is not in the step's output: it is scheduled once the load has ended."""
     side._load_pages = [1, 3]
     assert side._fences(StepPlan(), SchedulerOutput.make_empty()) == [9]
     assert side._fences(StepPlan(), SchedulerOutput.make_empty()) == []
 
 
-def test_a_page_that_is_copied_from_needs_no_fence(side: SchedulerSide) -> None:
+def test_a_page_that_is_copied_from_needs_no_fence(side: Leader) -> None:
     output = SchedulerOutput.make_empty()
     output.kv_cache_block_copies = [KVCacheBlockCopy(src_block_id=4, dst_block_id=7)]
     assert side._fences(StepPlan(), output) == []

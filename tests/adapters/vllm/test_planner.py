@@ -11,7 +11,7 @@ import pytest
 from kvcore.config import Config, load_config
 from kvcore.connector.build import build_planner, build_policy
 from kvcore.connector.fusion_policy import FusionPolicy
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index import BlockIndex, TierSpec
@@ -23,7 +23,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import load_plugins
 from kvcore.telemetry.metrics import Metrics, MissReason
 from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates
-from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.leader import Leader
 
 BLOCK, LAYERS = 16, 4
 SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
@@ -49,14 +49,14 @@ class Side:
         )
         recorder = RequestRecorder()
         recorder.count_in(self.metrics)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=self.manager,
             transport=self.outbox,
             metrics=self.metrics,
             recorder=recorder,
             planning=planning if planner else None,
         )
-        self.side = SchedulerSide(self.config, MODEL, parts, self.outbox, {})
+        self.side = Leader(self.config, MODEL, parts, self.outbox, {})
         chain = KeyChain(self.side.namespaces.of(), BLOCK)
         chain.extend(PROMPT)
         made = self.index.lifecycle.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)

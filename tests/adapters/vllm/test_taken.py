@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerParts
+from kvcore.connector.leader import LeaderParts
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import TransferError
 from kvcore.explain.recorder import RequestRecorder
@@ -23,7 +23,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import SKIP, TransferGraph
-from kvcore_vllm.scheduler import SchedulerSide
+from kvcore_vllm.leader import Leader
 
 BLOCK, PAGE, LAYERS = 16, 32, 4
 SHAPE = BlockShape(LAYERS, 2, 64, BLOCK, "float16")
@@ -51,10 +51,10 @@ class Side:
         index, outbox = BlockIndex([TierSpec("host", 64)]), Outbox(1)
         settings: Any = {} if sync else {"transfer": {"sync_load_max": 0}}
         self.manager = KVManager(index, outbox)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=self.manager, transport=outbox, metrics=self.metrics, recorder=recorder
         )
-        self.side = SchedulerSide(load_config(None, settings), MODEL, parts, outbox, {})
+        self.side = Leader(load_config(None, settings), MODEL, parts, outbox, {})
         if held:
             chain = KeyChain(self.side.namespaces.of(), BLOCK)
             keys, space = chain.extend(PROMPT), chain.namespace.digest

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.config import load_config
-from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
+from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.explain.request_log import Cause, RequestLog
@@ -29,7 +29,7 @@ MODEL = ModelDescription(
 PROMPT = list(range(1, 50))
 
 
-class Leader(SchedulerCore[Any]):
+class Leader(LeaderCore[Any]):
     """An engine's leader, as small as it can be."""
 
     def __init__(self, fusion: Any = None, *, host_only: bool = False) -> None:
@@ -38,7 +38,7 @@ class Leader(SchedulerCore[Any]):
         outbox, metrics = Outbox(), Metrics("leader")
         recorder = RequestRecorder(RequestLog())
         recorder.count_in(metrics)
-        parts = SchedulerParts[Any](
+        parts = LeaderParts[Any](
             manager=KVManager(BlockIndex([TierSpec("host", 64)]), outbox, metrics=metrics),
             transport=outbox,
             metrics=metrics,
@@ -46,7 +46,7 @@ class Leader(SchedulerCore[Any]):
             fusion=fusion,
             releases=[lambda: self.released.append("tiers")],
         )
-        traits = SchedulerTraits(no_page=-1, min_load_tokens=1, layerwise=True, host_only=host_only)
+        traits = LeaderTraits(no_page=-1, min_load_tokens=1, layerwise=True, host_only=host_only)
         super().__init__(load_config(None, {}), MODEL, parts, traits)
 
     def _stop_running(self) -> None:

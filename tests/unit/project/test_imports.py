@@ -145,3 +145,16 @@ def test_the_map_of_the_packages_has_the_order_of_the_contract() -> None:
     section = page.partition("## Where things are")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `k")]
     assert [set(re.findall(r"`([\w.]+)`", row)) for row in rows] == wanted
+
+
+def test_the_walk_of_one_block_names_functions_that_are_there() -> None:
+    page = (ROOT / "docs" / "one-block.md").read_text()
+    named = re.findall(r"`(kvcore[\w.]*):([\w.]+)`", page)
+    assert len(named) > 20
+    for module, path in named:
+        folder = {"kvcore": ROOT, "kvcore_vllm": ROOT / "adapters" / "vllm"}[module.split(".")[0]]
+        tree: ast.AST = ast.parse((folder / f"{module.replace('.', '/')}.py").read_text())
+        for name in path.split("."):
+            tree = next(
+                one for one in ast.iter_child_nodes(tree) if getattr(one, "name", "") == name
+            )

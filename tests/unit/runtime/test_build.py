@@ -17,7 +17,7 @@ from kvcore.cluster import Member, register  # noqa: E402
 from kvcore.cluster.static import StaticDirectory  # noqa: E402
 from kvcore.config import Config, load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402  # after the skip
-    LeaderParts,
+    ManagerParts,
     WorkerParts,
     build_leader,
     build_worker,
@@ -112,7 +112,7 @@ class Halves:
     def __init__(self, config: Config, view: KVView) -> None:
         self.events: list[Event] = []
         self.outbox = Outbox(pump=self._pump)
-        self.leader: LeaderParts = build_leader(
+        self.leader: ManagerParts = build_leader(
             config, model(), self.outbox, on_event=self.events.append
         )
         self.rank: WorkerParts = build_worker(config, model(), 0, [view])

@@ -28,8 +28,8 @@ from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.connector.guard import Guard
+from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.page_table import PageTables, of_its_group
-from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
 from kvcore.manager import HOST, Hit, Readiness
@@ -63,7 +63,7 @@ _Saves = list[tuple[int, TransferGraph]]
 """Saves of a step's plan, each with the id of the request whose pages it reads."""
 
 
-class Leader(SchedulerCore[TrtllmFusionScheduler]):
+class Leader(LeaderCore[TrtllmFusionScheduler]):
     """The leader of one engine, on rank 0. Called from the executor's thread only.
 
     If there is only one rank, ``lane`` hands a graph to it at once. Otherwise ``lane`` is None.
@@ -75,14 +75,14 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         self,
         config: Config,
         model: Description,
-        parts: SchedulerParts[TrtllmFusionScheduler],
+        parts: LeaderParts[TrtllmFusionScheduler],
         outbox: Outbox,
         open_tiers: dict[str, dict[str, Any]],
         lane: Lane | None = None,
         layerwise: bool = True,
     ) -> None:
         settings = config.trtllm
-        traits = SchedulerTraits(
+        traits = LeaderTraits(
             no_page=NO_PAGE,
             min_load_tokens=max(settings.min_load_tokens, 1),
             layerwise=layerwise,

@@ -5,7 +5,7 @@
     blocks are computed  `_save`: launches their save, and lets fusion learn their tokens
     an op has ended      `_complete`: the manager publishes, pages are free again
 
-An adapter's leader subclasses `SchedulerCore`. It decides when the engine calls, what may be
+An adapter's leader subclasses `LeaderCore`. It decides when the engine calls, what may be
 promised, and which pages and hooks the engine has.
 """
 
@@ -35,7 +35,7 @@ from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.transfer.plan import layer_steps
 from kvcore.worker import refuse
 
-__all__ = ["SchedulerCore", "SchedulerParts", "SchedulerTraits", "Tokens"]
+__all__ = ["LeaderCore", "LeaderParts", "LeaderTraits", "Tokens"]
 
 _log = logging.getLogger("kvcore.connector")
 
@@ -45,7 +45,7 @@ F = TypeVar("F", bound=FusionScheduler)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerTraits:
+class LeaderTraits:
     """The properties of one engine that matter to its scheduler.
 
     Attributes:
@@ -65,7 +65,7 @@ class SchedulerTraits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerParts(Generic[F]):
+class LeaderParts(Generic[F]):
     """The parts that a leader works with.
 
     Attributes:
@@ -93,15 +93,15 @@ class _Saved(NamedTuple):
     tokens: Tokens
 
 
-class SchedulerCore(ABC, Generic[F]):
+class LeaderCore(ABC, Generic[F]):
     """The base of an engine's leader. Engine's scheduling thread only; no call does I/O."""
 
     def __init__(
         self,
         config: Config,
         model: ModelDescription,
-        parts: SchedulerParts[F],
-        traits: SchedulerTraits,
+        parts: LeaderParts[F],
+        traits: LeaderTraits,
     ) -> None:
         self.manager = parts.manager
         self.metrics = parts.metrics

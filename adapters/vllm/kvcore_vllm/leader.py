@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcore.config import Config
 from kvcore.connector.clients import Clients
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
+from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.messages import StepReport
 from kvcore.connector.page_table import PageTables
-from kvcore.connector.scheduler import SchedulerCore, SchedulerParts, SchedulerTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError, TransferError
 from kvcore.manager import HOST, Event, Hit, Readiness
@@ -67,7 +67,7 @@ NULL_PAGE = 0
 """vLLM's number for a page that a sliding-window group has dropped."""
 
 
-class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
+class Leader(LeaderCore[VllmFusionScheduler]):
     """The leader of one engine core. Called from vLLM's scheduling loop only.
 
     No call does I/O but for the files of LoRA adapters.
@@ -81,7 +81,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         self,
         config: Config,
         model: ModelDescription,
-        parts: SchedulerParts[VllmFusionScheduler],
+        parts: LeaderParts[VllmFusionScheduler],
         outbox: Outbox,
         open_tiers: dict[str, dict[str, Any]],
         policy: FusionPolicy | None = None,
@@ -91,7 +91,7 @@ class SchedulerSide(SchedulerCore[VllmFusionScheduler]):
         media: MediaIdentity | str = "no media here",
     ) -> None:
         settings = config.vllm
-        traits = SchedulerTraits(
+        traits = LeaderTraits(
             no_page=NULL_PAGE,
             min_load_tokens=settings.min_load_tokens,
             layerwise=layerwise,
