@@ -56,7 +56,9 @@ noticed. An edit of less than one MiB inside a large tensor, such as one row of 
 not be. After such an edit, set another `namespace.salt` or clear the cache.
 
 A LoRA adapter is digested in the same way, together with its `adapter_config.json`, and again
-whenever one of its files changed.
+whenever one of its files changed. kvcore looks at the files on threads of its own: before a request
+is looked up, and before its blocks are saved. A request whose files do not answer in time is left
+alone.
 """
 
 MODEL = "An engine has these in common for all its requests.\n"

@@ -76,7 +76,8 @@ class TrtllmConfig(AdapterConfig):
         description="Longest time, in seconds, that a lookup waits for KV that is not in host "
         "memory. It waits up to this long for remote stores to say what they have. With one rank "
         "it then waits up to this long again while blocks are read from disk or a store into host "
-        "memory; with tensor parallelism it does not wait for reads. TensorRT-LLM cannot retract "
+        "memory; with tensor parallelism it does not wait for reads. The first request waits as "
+        "long for the files of its LoRA adapter to be read. TensorRT-LLM cannot retract "
         "a cache hit, so only blocks in host memory are reported as a hit. Blocks that arrive "
         "later serve later requests.",
     )

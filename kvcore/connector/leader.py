@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
@@ -38,6 +39,9 @@ from kvcore.worker import refuse
 __all__ = ["LeaderCore", "LeaderParts", "LeaderTraits", "Tokens"]
 
 _log = logging.getLogger("kvcore.connector")
+
+_LATE_KEPT = 256
+"""Graphs of which it is remembered that they passed their deadline: more than fail in a step."""
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
 
@@ -129,6 +133,7 @@ class LeaderCore(ABC, Generic[F]):
         self._layer_steps = tuple(layer_steps(model.shape.layers)) if traits.layerwise else ()
         self._users = PageUsers()
         self._saved: dict[int, _Saved] = {}  # by the graph of the save
+        self._late: deque[int] = deque(maxlen=_LATE_KEPT)  # graphs that passed their deadline
         self._shown: dict[str, tuple[int, int]] = {}  # slots in use and in all, by tier
 
     # -- results of lookups -----------------------------------------------------------------
@@ -251,6 +256,8 @@ class LeaderCore(ABC, Generic[F]):
         saved = self._saved.pop(report.graph_id, None) if released else None
         if saved is not None and not report.failed:
             self._learn(saved)
+        if RowError.DEADLINE in report.failed.values() and report.graph_id not in self._late:
+            self._late.append(report.graph_id)
         if RowError.REFUSED in report.failed.values():
             self.disable("a worker refused its work")
         return released

@@ -280,14 +280,15 @@ class RequestRecorder:
         if self.journal is not None:
             self.journal.step(request_id, name)
 
-    def failed(self, request_id: str, tokens: int) -> None:
-        """Count a load that failed or came too late, as a miss of its ``tokens``.
+    def failed(self, request_id: str, tokens: int, *, late: bool = False) -> None:
+        """Count a load that failed, or was too ``late``, as a miss of its ``tokens``.
 
         Call once a load. The miss is counted in addition to the lookup that began the load. If the
         load never began, pass all tokens that the engine lacked: the lookup is not counted yet.
         """
         if self._metrics is not None:
-            self._metrics.looked_up({}, tokens, MissReason.LOAD_FAILED)
+            reason = MissReason.DEADLINE if late else MissReason.LOAD_FAILED
+            self._metrics.looked_up({}, tokens, reason)
         if self.journal is not None:
             self.journal.failed(request_id)
         elif self._savings is not None:

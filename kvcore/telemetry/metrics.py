@@ -48,8 +48,8 @@ class MissReason(str, Enum):
     TOO_SHORT = "too_short"  # the engine lacks less than a block, or found < `min_load_tokens`
     PLANNED = "planned"  # found, but recomputing is expected to be faster
     BUSY = "busy"  # the transfer queue is full
-    UNSUPPORTED = "unsupported"  # a model or request that kvcore does not support
-    UNAVAILABLE = "unavailable"  # the tier that holds it is down
+    UNSUPPORTED = "unsupported"  # a request whose KV cannot be told from other KV
+    UNAVAILABLE = "unavailable"  # the files of its adapter were not read in time
     LOAD_FAILED = "load_failed"  # found, but reading failed; recomputed
     DEADLINE = "deadline"  # found, but not loaded in time; recomputed
 
@@ -59,10 +59,7 @@ class SaveSkip(str, Enum):
 
     BUSY = "busy"  # the transfer queue is full
     NO_ROOM = "no_room"  # nothing in the tier is evictable
-    NOT_ADMITTED = "not_admitted"  # not used often enough for this tier
-    UNSUPPORTED = "unsupported"  # a model or request that kvcore does not support
     ABORTED = "aborted"  # the request ended or was preempted before its pages were copied
-    UNAVAILABLE = "unavailable"  # the tier is down
 
 
 class Kind(Enum):

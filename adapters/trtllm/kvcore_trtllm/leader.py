@@ -48,6 +48,7 @@ from kvcore_trtllm.requests import (
     Tracked,
     Use,
     excluded,
+    is_dummy,
     keep,
     wish_of,
 )
@@ -94,7 +95,9 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._page_tokens = model.facts.page_tokens
         self._outbox = outbox
         self._lane = lane
-        self._identity = RequestNamespaces(self.namespaces)
+        self._identity = RequestNamespaces(
+            self.namespaces, min(config.trtllm.stage_wait_s, self._deadline_s)
+        )
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
         self._using: dict[int, Use] = {}  # the purpose of each graph in ``_users``
@@ -120,13 +123,15 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
             raise
 
     def _match(self, request: Any, computed: int) -> tuple[int, bool]:
-        if self.disabled or excluded(request):
+        if self.disabled or is_dummy(request):
             return 0, False
         tokens = request.get_tokens(0)
+        if excluded(request):
+            return self._leave(request, MissReason.UNSUPPORTED, len(tokens) - computed)
         wish = wish_of(request, len(tokens))
         namespace = self._identity.of(request, wish)
-        if namespace is None:
-            return 0, False
+        if isinstance(namespace, MissReason):
+            return self._leave(request, namespace, len(tokens) - computed)
         chain = KeyChain(namespace, self._block)
         chain.extend(tokens)
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
@@ -146,6 +151,11 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         if wish is not None and (until := self._blend(tracked, wish, stop)):
             return until, False
         return self._promise(tracked, stop, hit)
+
+    def _leave(self, request: Any, reason: MissReason, missed: int) -> tuple[int, bool]:
+        """Count a request that is computed without kvcore. Return as `match` does."""
+        self.recorder.missed(str(request.request_id), reason, missed)
+        return 0, False
 
     def _promise(self, tracked: Tracked, stop: int, hit: Hit) -> tuple[int, bool]:
         """Promise tokens [device_tokens, stop) if they are worth a load. Return as `match` does."""

@@ -7,27 +7,21 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.connector.fusion_scheduler import FusionRequest
-from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.manager.base import HOST, Hit, Manager, Planned, Source
-from kvcore.model.identity import Namespaces, lora_identity, lora_stamp
+from kvcore.model.adapter_files import AdapterFiles
+from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain, Namespace
+from kvcore.telemetry.metrics import MissReason
 from kvcore.transfer.graph import Span
 from kvcore_trtllm.salt import Wish, read_salt
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
-
-
-class _Adapter(NamedTuple):
-    """An adapter as it was at its first request: folder, state of its files, and name."""
-
-    path: str
-    stamp: object
-    name: str
 
 
 @dataclass
@@ -137,6 +131,14 @@ _POSITIONS = frozenset({"mrope_config"})
 """Multimodal data that every request of some models has, a text as well."""
 
 
+def is_dummy(request: Any) -> bool:
+    """Return True for a request that the engine made itself."""
+    return any(
+        getattr(request, name, False) is True
+        for name in ("is_dummy_request", "is_attention_dp_dummy", "is_cuda_graph_dummy")
+    )
+
+
 def excluded(request: Any) -> bool:
     """Return True if the request's KV must not be stored or looked up.
 
@@ -144,10 +146,7 @@ def excluded(request: Any) -> bool:
     left alone: some versions tell a connector no digest of them, and the digest that others tell
     leaves out shapes, the processor's arguments and the sampling of frames.
     """
-    if any(
-        getattr(request, name, False) is True
-        for name in ("is_dummy_request", "is_attention_dp_dummy", "is_cuda_graph_dummy")
-    ):
+    if is_dummy(request):
         return True
     if any(getattr(request, name, None) is not None for name in _EMBEDDED):
         return True
@@ -179,51 +178,69 @@ def _has_lora(request: Any) -> bool:
 
 
 class RequestNamespaces:
-    """The namespaces of requests, by LoRA and tenant.
+    """The namespaces of requests, by LoRA and tenant. The executor's thread owns it.
 
     The engine's number of a LoRA adapter means nothing to another process. If the adapter's folder
-    is not known or cannot be read, only this engine finds its KV again.
+    is not known or cannot be read, only this engine finds its KV again. ``files`` look at adapters.
+    TensorRT-LLM asks about a request once, which therefore waits up to ``wait_s`` seconds for them.
     """
 
-    def __init__(self, namespaces: Namespaces) -> None:
+    def __init__(
+        self, namespaces: Namespaces, wait_s: float, files: AdapterFiles | None = None
+    ) -> None:
         self._namespaces = namespaces
+        self._wait_s = wait_s
+        self._files = files or AdapterFiles()
         self._epoch = secrets.token_hex(16)
-        self._adapters: dict[int | str, _Adapter] = {}
+        self._adapters: dict[int | str, str] = {}
+        self._late: dict[str, int] = {}  # folders that did not answer in time: the look
         self._limit = LogLimit(600)
 
-    def of(self, request: Any, wish: Wish | None = None) -> Namespace | None:
-        """Return the namespace of a request, or None if its adapter cannot be told from others."""
+    def of(self, request: Any, wish: Wish | None = None) -> Namespace | MissReason:
+        """Return the namespace of a request, or why its adapter cannot be told from others."""
         lora = self._lora(request)
-        salt = _salt(request) if wish is None else wish.salt
-        return None if lora is None else self._namespaces.of(lora, salt)
+        if isinstance(lora, MissReason):
+            return lora
+        return self._namespaces.of(lora, _salt(request) if wish is None else wish.salt)
 
-    def _lora(self, request: Any) -> str | None:
+    def _lora(self, request: Any) -> str | MissReason:
         path = getattr(request, "py_lora_path", None)
         number = getattr(request, "lora_task_id", None)
         if not path:
             return "" if number is None else f"{self._epoch}:{number}"
         now = self._adapter(number, str(path))
+        if now is None:
+            self._warn(f"the files of LoRA adapter {path} are not read in time")
+            return MissReason.UNAVAILABLE
         first = self._adapters.setdefault(str(path) if number is None else number, now)
         if first == now:
-            return first.name
-        if self._limit.admit(path) is not None:
-            why = (
-                f"the files of LoRA adapter {path} have changed, or its number was another "
-                "adapter's; load a changed adapter under a new number"
-            )
-            _log.warning("requests are answered without kvcore: %s", why)
-        return None
+            return first
+        self._warn(
+            f"the files of LoRA adapter {path} have changed, or its number was another adapter's; "
+            "load a changed adapter under a new number"
+        )
+        return MissReason.UNSUPPORTED
 
-    def _adapter(self, number: int | None, path: str) -> _Adapter:
-        """Return an adapter as it is now.
+    def _warn(self, why: str) -> None:
+        if self._limit.admit(why) is not None:
+            _log.warning("requests are answered without kvcore: %s", why)
+
+    def _adapter(self, number: int | None, path: str) -> str | None:
+        """Return what an adapter is now; None if its files are not read in time.
 
         The engine keeps an adapter by its number, whatever its folder and its files are later. If
         they have changed, it is not known which of them computes.
         """
-        try:
-            return _Adapter(path, lora_stamp(path), lora_identity(Path(path).name, path))
-        except UnsupportedError:
-            return _Adapter(path, None, f"{self._epoch}:{number}:{path}")
+        name = Path(path).name
+        if path in self._late and self._files.told(name, path, self._late[path]) is None:
+            return None  # it hangs still: one request has waited for it
+        look = self._files.ask(name, path)
+        found = self._files.wait(name, path, look, self._wait_s)
+        if found is None:
+            self._late[path] = look
+            return None
+        self._late.pop(path, None)
+        return found if isinstance(found, str) else f"{self._epoch}:{number}:{path}"
 
 
 def _salt(request: Any) -> str | None:

@@ -70,7 +70,7 @@ NULL_PAGE = 0
 class Leader(LeaderCore[VllmFusionScheduler]):
     """The leader of one engine core. Called from vLLM's scheduling loop only.
 
-    No call does I/O but for the files of LoRA adapters.
+    No call does I/O.
 
     ``in_step`` is True if vLLM recovers from a failed load that is part of a step, and
     ``layerwise`` if a forward waits for such a load layer by layer. ``media`` is
@@ -100,8 +100,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
-        identities = RequestIdentities(self.namespaces, media)
+        identities = RequestIdentities(self.namespaces, media, self._deadline_s)
         self._requests = TrackedRequests(identities, self._block, self._fusion)
+        self._unserved: dict[str, tuple[MissReason, int]] = {}  # looked up, and not scheduled yet
         self._due = DueRequests()
         self._decode_run = decode_run(self._block, model.single_group)
         self._plan = StepPlan(open_tiers=open_tiers)
@@ -123,8 +124,13 @@ class Leader(LeaderCore[VllmFusionScheduler]):
 
         The number is None if vLLM must ask again in a later step.
         """
-        tracked = None if self.disabled else self._requests.track(request)
+        if self.disabled:
+            return 0, False
+        tracked = self._requests.track(request)
         if tracked is None:
+            return None, False
+        if isinstance(tracked, MissReason):
+            self._unserved[request.request_id] = tracked, request.num_tokens - computed
             return 0, False
         tracked.offer = tracked.count_miss = None
         if computed and self._prefixes.since(self._number + 1) < self._weights:
@@ -246,6 +252,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """
         tracked = self._requests.get(request.request_id)
         offer = None
+        if (unserved := self._unserved.pop(request.request_id, None)) is not None:
+            self.recorder.missed(request.request_id, *unserved)
         if tracked is not None:
             offer, tracked.offer = tracked.offer, None
             if tracked.count_miss is not None:
@@ -428,7 +436,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._due.again(request.request_id, max(missing, 1))
 
     def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
-        if not self._requests.may_still_save(tracked):
+        if not self._requests.may_save(tracked):
             return
         tracked.make_keys()
         blocks = min(blocks, len(tracked.chain.keys))
@@ -493,8 +501,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         # A corrupt block has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed.
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2
-        self.recorder.failed(request_id, tracked.load_tokens)
-        tracked.reused, tracked.hit, tracked.memo = {}, None, PlanMemo()
+        late = tracked.load in self._late
+        self.recorder.failed(request_id, tracked.load_tokens, late=late)
+        tracked.load, tracked.reused, tracked.hit, tracked.memo = None, {}, None, PlanMemo()
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",
             request_id,
@@ -506,7 +515,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self, request: Request, pages: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         """Save the last full blocks. Returns the reply for the client, if it asked for one."""
-        tracked = self._requests.pop(request.request_id, None)
+        tracked = self._requests.end(request)
+        self._unserved.pop(request.request_id, None)
         self._due.forget(request.request_id)
         if self._fusion is not None:
             self._fusion.forget(request.request_id)

@@ -5,12 +5,14 @@ text or a counter. vLLM's caches however go by that identifier, also for what th
 the tensors: an identifier that comes with two contents is therefore trusted no more.
 
 vLLM reads an adapter's files when it needs them, and does not say when. If they change while it
-runs, only a request to reload them in place tells which ones it uses.
+runs, only a request to reload them in place tells which ones it uses. kvcore looks at them on
+threads of its own (`AdapterFiles`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.identity import Namespaces, lora_identity
+from kvcore.model.adapter_files import AdapterFiles
+from kvcore.model.identity import Namespaces
 from kvcore.model.ingredients import MediaIdentity
 from kvcore.model.keys import Extra, Namespace, canonical_bytes
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
-__all__ = ["KEPT", "RequestIdentities", "RequestIdentity"]
+__all__ = ["KEPT", "LateError", "RequestIdentities", "RequestIdentity"]
 
 KEPT = 1 << 16
 """Identifiers of media, digests of contents, and adapters that are remembered, of each kind."""
@@ -43,41 +46,96 @@ class RequestIdentity(NamedTuple):
     extras: tuple[Extra, ...]
 
 
+class LateError(UnsupportedError):
+    """The files of a request's adapter were not read in time."""
+
+
+class _Look(NamedTuple):
+    """A look at the files of a request's adapter, and the monotonic time until it is waited for."""
+
+    request: Request
+    number: int
+    until: float
+
+
 class RequestIdentities:
     """Makes the identities of requests. The scheduling thread owns it.
 
     ``media`` is what shapes the KV of all media, or the reason why media cannot be told apart.
+    ``files`` look at adapters, for which a request waits up to ``wait_s`` seconds.
     """
 
-    def __init__(self, namespaces: Namespaces, media: MediaIdentity | str) -> None:
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        media: MediaIdentity | str,
+        wait_s: float,
+        files: AdapterFiles | None = None,
+    ) -> None:
         self._namespaces = namespaces
         self._media = media
+        self._wait_s = wait_s
+        self._files = files or AdapterFiles()
+        self._looks: dict[str, _Look] = {}
         self._adapters: OrderedDict[tuple[int, str, str], str] = OrderedDict()
         self._contents: OrderedDict[str, bytes] = OrderedDict()
         self._digests: OrderedDict[int, tuple[weakref.ref[Any], bytes]] = OrderedDict()
 
-    def of(self, request: Request) -> RequestIdentity:
-        """Return the identity of a request. Hashes its media: about a second for each GB.
+    def of(self, request: Request) -> RequestIdentity | None:
+        """Return the identity of a request, or None while its adapter's files are looked at.
 
-        Raises UnsupportedError, with the reason, if its KV cannot be told from other KV.
+        Hashes its media: about a second for each GB. Raises UnsupportedError, with the reason, if
+        its KV cannot be told from other KV.
         """
-        lora = request.lora_request
-        name = "" if lora is None else self._adapter(lora)
+        lora, name = request.lora_request, ""
+        if lora is not None:
+            found = self._found(request, lora)
+            if found is None:
+                return None
+            name = self._checked(lora, found)
         extras = tuple(self._medium(feature) for feature in request.mm_features or ())
         return RequestIdentity(self._namespaces.of(name, request.cache_salt), extras)
 
-    def unchanged(self, request: Request, namespace: Namespace) -> bool:
-        """Return True if the files of the request's adapter are those that it began with."""
+    def unchanged(self, request: Request, namespace: Namespace) -> bool | None:
+        """Return True if the files of the request's adapter are those that it began with.
+
+        They are looked at once more. Returns None while that is under way: ask again later.
+        """
         lora = request.lora_request
         if lora is None:
             return True
         try:
-            return lora_identity(lora.lora_name, lora.lora_path) == namespace.lora
+            found = self._found(request, lora)
         except UnsupportedError:
             return False
+        return None if found is None else found == namespace.lora
 
-    def _adapter(self, lora: LoRARequest) -> str:
-        found = lora_identity(lora.lora_name, lora.lora_path)
+    def forget(self, request: Request) -> None:
+        """Forget what is looked at for a request that has ended."""
+        self._looks.pop(request.request_id, None)
+
+    def _found(self, request: Request, lora: LoRARequest) -> str | None:
+        """Return what a look at the adapter has found that began with the first of these calls.
+
+        Returns None while it is under way. The call after that begins another look.
+        """
+        name, path = lora.lora_name, lora.lora_path
+        look = self._looks.get(request.request_id)
+        if look is None or look.request is not request:
+            until = time.monotonic() + self._wait_s
+            look = _Look(request, self._files.ask(name, path), until)
+            self._looks[request.request_id] = look
+        found = self._files.told(name, path, look.number)
+        if found is None and time.monotonic() < look.until:
+            return None
+        del self._looks[request.request_id]
+        if found is None:
+            raise LateError(f"the files of the LoRA adapter {name} in {path} are not read in time")
+        if isinstance(found, UnsupportedError):
+            raise found
+        return found
+
+    def _checked(self, lora: LoRARequest, found: str) -> str:
         key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
         before = self._adapters.get(key, found)
         if found != before and not getattr(lora, "load_inplace", False):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.errors import UnsupportedError
 from kvcore.model.keys import KeyChain
+from kvcore.telemetry.metrics import MissReason
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
-from kvcore_vllm.request_identity import RequestIdentities
+from kvcore_vllm.request_identity import LateError, RequestIdentities
 from kvcore_vllm.tracked import Tracked
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["TrackedRequests"]
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
+
+
+class _Unserved(NamedTuple):
+    """A request that is computed without kvcore, and why."""
+
+    request: Request
+    reason: MissReason
 
 
 class TrackedRequests(dict[str, Tracked]):
@@ -36,27 +44,31 @@ class TrackedRequests(dict[str, Tracked]):
         self._identities = identities
         self._block = block_tokens
         self._fusion = fusion
+        self._unserved: dict[str, _Unserved] = {}
         self._log_limit = LogLimit(every_s=600.0)
 
-    def track(self, request: Request) -> Tracked | None:
-        """Return the state of a request, which is new if it was not known; None if not served.
+    def track(self, request: Request) -> Tracked | MissReason | None:
+        """Return the state of a request, which is new if it was not known.
 
-        Hashes the media of a new request.
+        Returns the reason if it is not served, and None if that is not known yet: ask again in a
+        later step. Hashes the media of a new request.
         """
         tracked = self.get(request.request_id)
         if tracked is not None and tracked.request is request:
             return tracked
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
-            return None  # prompt embeddings have no token ids to make keys of
-        if request.pooling_params is not None:
-            return None
-        if request.resumable:
-            return None  # a session: vLLM adds media and drops tokens after its keys were made
+        unserved = self._unserved.get(request.request_id)
+        if unserved is not None and unserved.request is request:
+            return unserved.reason
+        if not _is_supported(request):
+            return self._leave(request, MissReason.UNSUPPORTED)
         try:
             identity = self._identities.of(request)
         except UnsupportedError as error:
             if self._log_limit.admit(str(error)) is not None:
                 _log.warning("requests are answered without kvcore: %s", error)
+            late = isinstance(error, LateError)
+            return self._leave(request, MissReason.UNAVAILABLE if late else MissReason.UNSUPPORTED)
+        if identity is None:
             return None
         chain = KeyChain(identity.namespace, self._block)
         tracked = Tracked(request, chain, identity.extras)
@@ -65,11 +77,27 @@ class TrackedRequests(dict[str, Tracked]):
             tracked.fusing = self._fusion.track(request)
         return tracked
 
-    def may_still_save(self, tracked: Tracked) -> bool:
-        """Return True unless the files of the request's adapter were changed. Then it never is."""
-        if not self._identities.unchanged(tracked.request, tracked.chain.namespace):
-            tracked.may_save = False
-        return tracked.may_save
+    def _leave(self, request: Request, reason: MissReason) -> MissReason:
+        self._unserved[request.request_id] = _Unserved(request, reason)
+        return reason
+
+    def end(self, request: Request) -> Tracked | None:
+        """Forget a request that has ended. Return its state if it was served."""
+        self._unserved.pop(request.request_id, None)
+        self._identities.forget(request)
+        return self.pop(request.request_id, None)
+
+    def may_save(self, tracked: Tracked) -> bool:
+        """Return True if the request may be saved now.
+
+        Its adapter's files are looked at before each save. While that is under way it may not, and
+        if they were changed it never may again.
+        """
+        if not tracked.may_save:
+            return False
+        unchanged = self._identities.unchanged(tracked.request, tracked.chain.namespace)
+        tracked.may_save = unchanged is not False
+        return bool(unchanged)
 
     def scheduled(self, output: SchedulerOutput) -> list[tuple[int, Request]]:
         """Return (tokens of this step, request) for each request that is scheduled and served."""
@@ -85,3 +113,11 @@ class TrackedRequests(dict[str, Tracked]):
         """Load and save nothing more for the requests that are known now."""
         for tracked in self.values():
             tracked.may_load = tracked.may_save = False
+
+
+def _is_supported(request: Request) -> bool:
+    """Return True unless the tokens of a request do not determine its KV."""
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return False  # prompt embeddings have no token ids to make keys of
+    # A session: vLLM adds media and drops tokens after its keys were made.
+    return request.pooling_params is None and not request.resumable

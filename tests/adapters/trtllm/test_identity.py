@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -14,8 +15,12 @@ from pydantic import BaseModel, ConfigDict
 
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
+from kvcore.model.adapter_files import AdapterFiles
 from kvcore.model.identity import Namespaces, weights_identity
 from kvcore.model.ingredients import ModelIdentity
+from kvcore.model.keys import Namespace
+from kvcore.telemetry.metrics import MissReason
+from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore_trtllm import identity
 from kvcore_trtllm.describe import describe
 from kvcore_trtllm.requests import RequestNamespaces, excluded
@@ -216,7 +221,7 @@ def test_requests_whose_tokens_do_not_tell_their_kv(fields: dict[str, Any], alon
 
 
 def spaces() -> RequestNamespaces:
-    return RequestNamespaces(Namespaces(Config().namespace, b"model"))
+    return RequestNamespaces(Namespaces(Config().namespace, b"model"), wait_s=PATIENCE_S)
 
 
 @pytest.fixture
@@ -246,12 +251,12 @@ def test_namespaces_differ_by_what_the_version_tells(adapter: Callable[..., str]
     ]
     first, again = spaces(), spaces()
     found = [first.of(one) for one in given]
-    assert None not in found
-    assert len({one.digest for one in found if one}) == len(given)
+    assert len({one.digest for one in found if isinstance(one, Namespace)}) == len(given)
     assert first.of(request()) is first.of(request(cache_salt=None))
 
     def digests(of: RequestNamespaces, numbers: list[int]) -> list[bytes]:
-        return [one.digest for number in numbers if (one := of.of(given[number]))]
+        found = (of.of(given[number]) for number in numbers)
+        return [one.digest for one in found if isinstance(one, Namespace)]
 
     assert digests(again, [1, 6]) == digests(first, [1, 6])
     for number in (3, 7):  # a number means nothing in another process, nor what cannot be read
@@ -265,13 +270,36 @@ def test_an_adapter_that_is_not_what_its_number_was_is_left_alone(
     """The engine goes on with the adapter that it has loaded under the number, or with neither."""
     given = spaces()
     before = request(lora_task_id=1, py_lora_path=adapter())
-    assert given.of(before) is not None
+    assert isinstance(given.of(before), Namespace)
     if change == "folder":
         after = request(lora_task_id=1, py_lora_path=adapter("two"))
     else:
         after = before
         adapter(**({"alpha": 9} if change == "alpha" else {"content": b"changed"}))
-    assert given.of(after) is None
-    assert given.of(after) is None
+    assert given.of(after) is MissReason.UNSUPPORTED
+    assert given.of(after) is MissReason.UNSUPPORTED
     assert caplog.text.count("answered without kvcore") == 1
-    assert given.of(request(lora_task_id=2, py_lora_path=adapter("new"))) is not None
+    assert isinstance(given.of(request(lora_task_id=2, py_lora_path=adapter("new"))), Namespace)
+
+
+def test_an_adapter_on_a_disk_that_hangs_is_waited_for_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its requests alone are computed without kvcore, until the disk answers."""
+    answers = threading.Event()
+
+    def look(name: str, path: str) -> str:
+        assert path == "/fast/a" or answers.wait(PATIENCE_S)
+        return f"{name}:1"
+
+    files = AdapterFiles(look)
+    given = RequestNamespaces(Namespaces(Config().namespace, b"model"), 0.05, files)
+    slow = request(lora_task_id=1, py_lora_path="/slow/a")
+    assert given.of(slow) is MissReason.UNAVAILABLE
+    given._wait_s = 10 * PATIENCE_S
+    assert given.of(slow) is MissReason.UNAVAILABLE, "no second request waits for it"
+    assert isinstance(given.of(request(lora_task_id=2, py_lora_path="/fast/a")), Namespace)
+    assert isinstance(given.of(request()), Namespace)
+    assert caplog.text.count("are not read in time") == 1
+    answers.set()
+    until(lambda: isinstance(given.of(slow), Namespace))

@@ -9,7 +9,7 @@ from kvcore.connector.fusion_scheduler import FusionTraits
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore_vllm import leader
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler
 from support.vllm_leader import BLOCK, PAGES, SHAPE, LeaderRig, request
@@ -78,6 +78,17 @@ def test_a_failed_load_counts_once_with_the_tokens_it_was_to_bring(rig: LeaderRi
     counts = rig.side.metrics.snapshot()
     assert counts["kvcore_misses_total"] == {"load_failed": 1}
     assert counts["kvcore_lookup_tokens_total"]["miss|"] == 1 + 352
+
+
+def test_a_load_that_is_given_up_counts_as_late(rig: LeaderRig) -> None:
+    """The alert KvcoreLoadsLate reads this reason."""
+    rig.ask("a")
+    load = rig.load("a")
+    for op in load.ops:
+        late = dict.fromkeys(range(*op.rows), RowError.DEADLINE)
+        rig.side._complete(OpReport(load.graph_id, op.op_id, late))
+    rig.side._load_failed("a")
+    assert rig.side.metrics.snapshot()["kvcore_misses_total"] == {"deadline": 1}
 
 
 def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderRig) -> None:

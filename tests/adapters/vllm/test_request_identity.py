@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +21,15 @@ from vllm.multimodal.inputs import (
 
 from kvcore.config import NamespaceConfig
 from kvcore.errors import UnsupportedError
+from kvcore.model.adapter_files import AdapterFiles
 from kvcore.model.identity import Namespaces
 from kvcore.model.ingredients import MediaIdentity
+from kvcore.model.keys import Namespace
+from kvcore.telemetry.metrics import MissReason
+from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore_vllm import request_identity
-from kvcore_vllm.request_identity import RequestIdentities
-from tests.support.vllm_leader import LeaderRig
+from kvcore_vllm.request_identity import RequestIdentities, RequestIdentity
+from tests.support.vllm_leader import PAGES, LeaderRig
 from tests.support.vllm_leader import request as leader_request
 
 MEDIA = MediaIdentity(config={}, encoder=None)
@@ -50,11 +56,27 @@ def picture(
 
 
 def request(*media: MultiModalFeatureSpec, lora: LoRARequest | None = None) -> Any:
-    return SimpleNamespace(mm_features=list(media), lora_request=lora, cache_salt=None)
+    return SimpleNamespace(
+        request_id="r", mm_features=list(media), lora_request=lora, cache_salt=None
+    )
 
 
-def identities(media: MediaIdentity | str = MEDIA) -> RequestIdentities:
-    return RequestIdentities(Namespaces(NamespaceConfig(), b"model"), media)
+class Identities(RequestIdentities):
+    """Identities that wait until the files of adapters have been looked at."""
+
+    def of(self, request: Any) -> RequestIdentity:
+        while (found := super().of(request)) is None:
+            time.sleep(0.01)
+        return found
+
+    def unchanged(self, request: Any, namespace: Namespace) -> bool:
+        while (found := super().unchanged(request, namespace)) is None:
+            time.sleep(0.01)
+        return found
+
+
+def identities(media: MediaIdentity | str = MEDIA) -> Identities:
+    return Identities(Namespaces(NamespaceConfig(), b"model"), media, wait_s=30.0)
 
 
 # -- media ---------------------------------------------------------------------------------------
@@ -192,6 +214,102 @@ def test_the_scheduler_leaves_such_a_request_alone(
             given.lora_request = LoRARequest("a", 1, str(tmp_path / "half"))
         else:
             given.mm_features = [picture(item(pixel_values=PIXELS))]
-        assert rig.ask(name) == (0, False)
+        assert until(lambda name=name: (got := rig.ask(name)) != (None, False) and got) == (
+            0,
+            False,
+        )
+        assert misses(rig) == {}, "it counts when it is scheduled"
+        rig.side.update_state_after_alloc(given, PAGES, 0)
+        rig.side.update_state_after_alloc(given, PAGES, 0)
+        assert misses(rig) == {"unsupported": 1}
+        rig.side.request_finished(given, ())
     lines = [line for line in caplog.messages if "answered without kvcore" in line]
     assert len(lines) == 1
+
+
+def misses(rig: LeaderRig) -> dict[str, int]:
+    """Return the misses by reason since the last call."""
+    return dict(rig.side.take_stats().get("kvcore_misses_total", {}))
+
+
+class Hanging:
+    """Adapters on a disk that hangs until `answer` is called."""
+
+    def __init__(self, rig: LeaderRig, answer: str = "a:1") -> None:
+        self.identity = answer
+        self._answers = threading.Event()
+        rig.side._requests._identities._files = AdapterFiles(self._look)
+
+    def _look(self, name: str, path: str) -> str:
+        assert self._answers.wait(PATIENCE_S)
+        return self.identity
+
+    def answer(self) -> None:
+        self._answers.set()
+
+
+def with_adapter(rig: LeaderRig, name: str) -> Any:
+    asked = rig.requests[name] = leader_request(name)
+    asked.lora_request = LoRARequest("a", 1, "/mnt/adapters/a")
+    return asked
+
+
+def test_an_adapter_on_a_disk_that_hangs_holds_up_no_other_request() -> None:
+    """The scheduler goes on. The request waits, as it does for a lookup, and is then served."""
+    rig = LeaderRig()
+    disk = Hanging(rig)
+    with_adapter(rig, "a")
+    for _ in range(3):
+        assert rig.ask("a") == (None, False)
+        assert rig.ask("plain") == (400, True)
+    disk.answer()
+    assert until(lambda: (got := rig.ask("a")) != (None, False) and got) == (0, False)
+    rig.side.update_state_after_alloc(rig.requests["a"], PAGES, 0)
+    assert misses(rig) == {"not_cached": 1}
+
+
+def test_an_adapter_that_is_not_read_in_time_is_computed_without_kvcore(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rig = LeaderRig(settings={"transfer": {"load_deadline_s": 0.05}})
+    disk = Hanging(rig)
+    asked = with_adapter(rig, "a")
+    assert until(lambda: (got := rig.ask("a")) != (None, False) and got) == (0, False)
+    disk.answer()
+    assert rig.ask("a") == (0, False), "its answer does not change"
+    rig.side.update_state_after_alloc(asked, PAGES, 0)
+    assert misses(rig) == {MissReason.UNAVAILABLE.value: 1}
+    assert "are not read in time" in caplog.text
+    rig.side.request_finished(asked, ())
+    assert not rig.side._requests._unserved
+    assert not rig.side._requests._identities._looks
+
+
+def test_a_request_that_ends_while_its_adapter_is_read_leaves_nothing() -> None:
+    rig = LeaderRig()
+    disk = Hanging(rig)
+    asked = with_adapter(rig, "a")
+    assert rig.ask("a") == (None, False)
+    rig.side.request_finished(asked, ())
+    assert not rig.side._requests._identities._looks
+    disk.answer()
+
+
+@pytest.mark.parametrize("found", ["a:1", "a:2"], ids=["the same", "changed"])
+def test_a_save_waits_until_the_adapter_was_looked_at_again(found: str) -> None:
+    """Its blocks are saved in a later step, or never if the files are others by then."""
+    rig = LeaderRig()
+    Hanging(rig).answer()
+    with_adapter(rig, "a")
+    until(lambda: rig.ask("a") != (None, False))
+    disk = Hanging(rig, found)
+    tracked, saved = rig.side._requests["a"], []
+
+    def save(blocks: int) -> None:
+        rig.side._save_blocks(tracked, blocks, PAGES.get_block_ids(), saved.append)
+
+    save(2)
+    assert (saved, tracked.saved_blocks, tracked.may_save) == ([], 0, True)
+    disk.answer()
+    until(lambda: save(3) or saved or not tracked.may_save)
+    assert (tracked.saved_blocks, tracked.may_save) == ((3, True) if found == "a:1" else (0, False))

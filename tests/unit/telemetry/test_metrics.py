@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -254,3 +256,12 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["field_event"] == "x"
     assert (second["level"], second["event"]) == ("warning", "dropped 4 blocks")
     assert "CorruptBlock: bits" in third["traceback"]
+
+
+def test_every_reason_is_given_by_some_code() -> None:
+    """Alerts and panels read reasons. One that nothing gives never fires."""
+    root = Path(__file__).parents[3]
+    files = (file for part in ("kvcore", "adapters") for file in (root / part).rglob("*.py"))
+    code = "".join(file.read_text() for file in files)
+    for reason in (*MissReason, *SaveSkip):
+        assert re.search(rf"\b{type(reason).__name__}\.{reason.name}\b", code), reason
