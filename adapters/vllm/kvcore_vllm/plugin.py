@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CONNECTOR = "KVCoreConnector"
 CONNECTOR_MODULE = "kvcore_vllm.plugin"
+TIER_PROBE = "secondary tier"
+"""The probe of vLLM's offloading, in `kvcore_vllm.probes`."""
 TRANSFER_FLAG = "--kv-transfer-config"
 
 _log = get_logger("kvcore.vllm.plugin")
@@ -78,6 +80,19 @@ def verdict() -> Verdict:
     Raises UnsupportedError if kvcore does not serve it.
     """
     return require(ENGINE)
+
+
+def tier_base() -> Any:
+    """Return the base class of the tiers below vLLM's own offloading.
+
+    Raises UnsupportedError if this vLLM cannot have kvcore as one. The configuration names the
+    tier, so vLLM must not start without it.
+    """
+    verdict().holds(TIER_PROBE)
+    tell_untried()
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    return SecondaryTierManager
 
 
 def tell_untried() -> None:
