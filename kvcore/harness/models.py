@@ -137,9 +137,10 @@ def tiny_model(
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
-            layers; ``mistral`` has the window on every layer; ``lfm2`` alternates attention with
-            layers that keep a state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the
-            others have full attention.
+            layers, and so does ``gpt_oss``, with attention sinks; ``mistral`` has the window on
+            every layer; ``lfm2`` and ``qwen3_next`` alternate attention with layers that keep a
+            state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the others have full
+            attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
             Ignored by architectures without a window.
         vocabulary: number of tokens; None means as many as the tokenizer has. A small one is for
@@ -414,6 +415,40 @@ def _lfm2_config(shape: _Shape, **common: Any) -> Any:
     return config
 
 
+def _gpt_oss_config(shape: _Shape, **common: Any) -> Any:
+    from transformers import GptOssConfig
+
+    layers = common["num_hidden_layers"]
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    return GptOssConfig(
+        sliding_window=shape.sliding_window,
+        layer_types=kinds,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        **common,
+    )
+
+
+def _qwen3_next_config(shape: _Shape, **common: Any) -> Any:
+    """Gated delta nets, which keep a state, and attention in every fourth layer."""
+    from transformers import Qwen3NextConfig
+
+    layers, width = common["num_hidden_layers"], 2 * common["head_dim"]
+    kinds = ["linear_attention" if layer % 4 < 3 else "full_attention" for layer in range(layers)]
+    return Qwen3NextConfig(
+        layer_types=kinds,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        mlp_only_layers=[],  # vLLM needs a layer with experts
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=width // 2,
+        **common,
+    )
+
+
 def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
     """Multi-head latent attention without experts.
 
@@ -455,7 +490,9 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "gemma": _gemma_config,
     "phi3": _phi3_config,
     "gemma3": _gemma3_config,
+    "gpt_oss": _gpt_oss_config,
     "lfm2": _lfm2_config,
+    "qwen3_next": _qwen3_next_config,
     "deepseek_v2": _deepseek_v2_config,
 }
 ARCHITECTURES = tuple(_CONFIGS)
@@ -527,7 +564,7 @@ def _spread(model: Any, generator: Any) -> None:
         for name, weight in model.named_parameters():
             if "embed_tokens" in name:
                 std = float(weight.shape[1]) ** -0.5 if scaled else 1.0
-            elif weight.dim() == 2:
+            elif weight.dim() == 2 or ("experts" in name and weight.dim() == 3):
                 std = 2.0 / float(weight.shape[1]) ** 0.5
             elif name.endswith("bias"):
                 std = 0.1

@@ -50,6 +50,7 @@ class Ended(NamedTuple):
     """
 
     number: int
+    keys: Sequence[str]
     good: tuple[int, ...]
     seconds: float
 
@@ -71,10 +72,10 @@ class _Job:
 
 
 class PageJobs:
-    """The jobs of one engine on ``pages``. All methods but `drain` and `close` return at once.
+    """The jobs of one engine on ``pages``. One thread of the engine calls the methods.
 
-    One thread of the engine calls them. They wait for locks only: for bookkeeping of other threads,
-    and in `take_ended` at a deadline for one copy of `BUFFER_NBYTES` in memory.
+    `drain`, `clear` and `close` block. All others wait for locks only: for bookkeeping of other
+    threads, and in `take_ended` at a deadline for one copy of `BUFFER_NBYTES` in memory.
 
     Args:
         memory: the engine's rows, uint8, [rows, bytes of a page].
@@ -190,11 +191,16 @@ class PageJobs:
         with self._changed:
             self._pages.renew()
 
+    def clear(self) -> None:
+        """Forget every page, on the medium too. Blocks for that; no job may be under way."""
+        self._pages.clear()
+
     def stop(self) -> None:
         """Find and carry out nothing from now on, and end all jobs. No row is touched after it."""
         with self._changed:
             self._stopped = True
             self._leave_all()
+            self._memory = None
 
     def counts(self) -> PageCounts:
         return self._pages.counts()
@@ -213,7 +219,6 @@ class PageJobs:
         self.stop()
         with self._changed:
             self._closed = True
-            self._memory = None
             self._changed.notify_all()
         until = time.monotonic() + CLOSE_S
         ended = [thread.join(until - time.monotonic()) for thread in self._threads]
@@ -265,7 +270,7 @@ class PageJobs:
                 self._absent.pop(key, None)
             elif job.loads:
                 self._note_absent(key, now + FAILED_S)
-        self._ended.append(Ended(job.number, tuple(sorted(good)), now - job.began))
+        self._ended.append(Ended(job.number, job.keys, tuple(sorted(good)), now - job.began))
         self._changed.notify_all()
 
     def _note_absent(self, key: str, until: float) -> None:

@@ -24,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 __all__ = [
+    "PAGE_SPECS",
     "SPECS",
     "Data",
     "Kind",
@@ -230,6 +231,24 @@ SPECS = (
         "kvcore_blend_gate_total", Kind.COUNTER, "Verdicts of the quality gate", ("verdict",)
     ),
 )
+PAGE_SPECS = (
+    MetricSpec("kvcore_pages_held", Kind.GAUGE, "Pages that a tier below another cache holds"),
+    MetricSpec("kvcore_pages_stored_total", Kind.COUNTER, "Pages written to that tier"),
+    MetricSpec("kvcore_pages_loaded_total", Kind.COUNTER, "Pages read from that tier"),
+    MetricSpec(
+        "kvcore_pages_corrupt_total", Kind.COUNTER, "Pages read there that were not as written"
+    ),
+    MetricSpec(
+        "kvcore_page_jobs_late_total",
+        Kind.COUNTER,
+        "Loads and stores there that were given up at their deadline",
+    ),
+    MetricSpec(
+        "kvcore_pages_aside", Kind.GAUGE, "1 if kvcore finds and stores no pages, see its log"
+    ),
+)
+"""What kvcore counts where an engine has a cache of its own above it, in that cache's metrics."""
+
 _BY_NAME = {spec.name: spec for spec in SPECS}
 
 

@@ -153,6 +153,16 @@ TURNS_OFF = [
         "See the engine's page. The engine runs as it does without kvcore.",
     ),
     Trouble(
+        "kvcore stands aside, vLLM's offloading works without it: %s",
+        "vLLM's keys cannot tell this model's KV from other KV, or the medium cannot be used.",
+        "See [below vLLM's own offloading](vllm.md#below-vllms-own-offloading).",
+    ),
+    Trouble(
+        "an error in %s: kvcore stands aside until the engine restarts, vLLM's offloading goes on",
+        OWN_ERROR,
+        RESTART_AND_REPORT,
+    ),
+    Trouble(
         "the link between two ranks has failed thread=%s",
         "A message between two ranks of SGLang could not be read or carried out; the error "
         "after it says why. kvcore turns itself off. The engine continues if its ranks still "

@@ -192,7 +192,7 @@ def _served_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
     Raises UnsupportedError if their specs differ, or if kvcore does not serve one.
     """
     specs: list[AttentionSpec] = [
-        spec for group in kv_cache_config.kv_cache_groups for spec in _leaf_specs(group)
+        spec for group in kv_cache_config.kv_cache_groups for spec in leaf_specs(group)
     ]
     if not specs:
         raise UnsupportedError("a model without a KV cache")
@@ -227,7 +227,7 @@ def _check_spec(spec: Any) -> None:
         raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
 
 
-def _leaf_specs(group: Any) -> list[Any]:
+def leaf_specs(group: Any) -> list[Any]:
     spec = group.kv_cache_spec
     if type(spec) is UniformTypeKVCacheSpecs:
         return list(spec.kv_cache_specs.values())

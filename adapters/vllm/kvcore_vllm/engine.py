@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.engines.probes import Probe
 from kvcore.engines.serving import (
@@ -39,6 +39,21 @@ def verdict() -> Verdict:
     Raises UnsupportedError if kvcore does not serve it.
     """
     return require(ENGINE)
+
+
+def tier_base() -> Any:
+    """Return the base class of the tiers below vLLM's own offloading.
+
+    Raises UnsupportedError if this vLLM cannot have kvcore as one. The configuration names the
+    tier, so vLLM must not start without it.
+    """
+    from kvcore_vllm.probes import TIER_PROBE
+
+    verdict().holds(TIER_PROBE)
+    tell_untried()
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+
+    return SecondaryTierManager
 
 
 def tell_untried() -> None:

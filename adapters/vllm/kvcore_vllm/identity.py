@@ -37,15 +37,17 @@ _WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
 
 
 def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> ModelIdentity:
-    """Return what shapes all KV of the engine, whose layers have caches of ``specs``.
+    """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
+    A model may have none: its layers then keep states, whose types the caller must tell apart.
     Raises UnsupportedError if the weights cannot be read.
     """
     model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
     config, _ = split_config(*_configs(vllm_config))
     weights, alone = _weights(vllm_config)
-    scales, unscaled = _kv_scales(vllm_config, specs[0])
+    plain = not specs or specs[0].kv_quant_mode.name == "NONE"
+    scales, unscaled = (None, "") if plain else _kv_scales(vllm_config)
     return ModelIdentity(
         config=config,
         weights=weights.digest,
@@ -53,7 +55,7 @@ def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> Model
         code=_code(vllm_config),
         compute_dtype=str(model.dtype),
         quantization=_quantization(vllm_config),
-        kv_dtype=_stored_type(vllm_config, specs[0]),
+        kv_dtype=_stored_type(vllm_config, specs[0]) if specs else str(model.dtype),
         kv_scales=scales,
         rope=rope_rule(text, "vllm", model.max_model_len),
         windows=_windows(vllm_config, specs),
@@ -221,10 +223,8 @@ def quantised_type(cache_dtype: str) -> str:
     return named.get(cache_dtype, cache_dtype)
 
 
-def _kv_scales(vllm_config: VllmConfig, spec: AttentionSpec) -> tuple[object | None, str]:
+def _kv_scales(vllm_config: VllmConfig) -> tuple[object | None, str]:
     """Return what decides the scales of quantised KV beside the weights, and why it is unknown."""
-    if spec.kv_quant_mode.name == "NONE":
-        return None, ""
     cache = vllm_config.cache_config
     backend = vllm_config.attention_config.backend
     found = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe, Takes
 
 FUSION = "blends"
+TIER_PROBE = "secondary tier"
 LORA = "blends with LoRA"
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
@@ -17,6 +18,9 @@ _STATS = f"{_CONNECTOR}.v1.metrics"
 _OUTPUT = "vllm.v1.core.sched.output"
 _SPECS = "vllm.v1.kv_cache_interface"
 _ATTENTION = "vllm.model_executor.layers.attention:Attention"
+
+_OFFLOAD = "vllm.v1.kv_offload"
+_OFFLOADING = f"{_CONNECTOR}.v1.offloading"
 
 _BACKENDS = "vllm.v1.attention.backends"
 _WRITERS = ("cpu_attn:CPUAttentionBackendImpl", "flash_attn:FlashAttentionImpl")
@@ -305,6 +309,69 @@ PROBES = (
             ),
         ),
         without="KV from before a change that comes without a reset is found after it",
+    ),
+    Probe(
+        TIER_PROBE,
+        "for kvcore as a tier below vLLM's own offloading",
+        (
+            Overrides(
+                (f"{_OFFLOAD}.tiering.base:SecondaryTierManager",),
+                "kvcore_vllm.tier:KVCoreTier",
+            ),
+            Binds(f"{_OFFLOAD}.tiering.base:SecondaryTierManager", 3),
+            Fields(
+                f"{_OFFLOAD}.tiering.base:TransferJob",
+                "chunk_ids",
+                "job_id",
+                "keys",
+                "req_context",
+            ),
+            Binds(
+                f"{_OFFLOAD}.tiering.base:JobResult",
+                keywords=("job_id", "success", "successful_keys", "transfer_time"),
+            ),
+            Has(
+                f"{_OFFLOAD}.base:LookupResult.HIT",
+                f"{_OFFLOAD}.base:LookupResult.MISS",
+                f"{_OFFLOAD}.base:LookupResult.RETRY",
+                f"{_OFFLOAD}.base:Medium.STORAGE",
+                f"{_OFFLOAD}.base:Locality",
+            ),
+            Binds(f"{_OFFLOAD}.base:RequestOffloadingContext"),
+            Fields(f"{_OFFLOAD}.base:ReqContext", "req_id"),
+            Binds(f"{_OFFLOAD}.base:OffloadingCounterMetadata", keywords=("documentation",)),
+            Binds(f"{_OFFLOAD}.base:OffloadingGaugeMetadata", keywords=("documentation",)),
+            Binds(f"{_OFFLOADING}.metrics:OffloadingConnectorStats.increase_counter", 2),
+            Binds(f"{_OFFLOADING}.metrics:OffloadingConnectorStats.set_gauge", 2),
+            Takes(
+                f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler.__init__",
+                ("self", "spec", "vllm_config", "kv_cache_config"),
+            ),
+            Fields(
+                f"{_OFFLOAD}.config:OffloadingConfig",
+                "cache",
+                "canonical_layout",
+                "groups",
+                "kv_cache_layout",
+                "parallel",
+                "replicated_layout",
+            ),
+            Fields(
+                f"{_OFFLOAD}.config:OffloadingParallelConfig",
+                "data_parallel_size",
+                "dcp_size",
+                "pcp_size",
+                "pp_size",
+                "tp_size",
+                "world_size",
+            ),
+            Fields(f"{_OFFLOAD}.config:OffloadingCacheConfig", "blocks_per_chunk"),
+            Fields("vllm.config:CacheConfig", "prefix_caching_hash_algo"),
+            Fields("vllm.config:SpeculativeConfig", "draft_model_config"),
+            Binds("vllm.utils.hashing:get_hash_fn_by_name", 1),
+            Binds("vllm.v1.core.kv_cache_utils:resolve_none_hash_seed", 1),
+        ),
+        without="not below vLLM's own offloading",
     ),
     Probe(
         FUSION,

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from kvcore.errors import Mismatch
-from kvcore.telemetry.metrics import SPECS, Kind, MissReason, SaveSkip
+from kvcore.telemetry.metrics import PAGE_SPECS, SPECS, Kind, MissReason, SaveSkip
 from support.deployment import DEPLOY, ROOT, documents, tool
 from support.together import for_every
 
@@ -24,7 +24,7 @@ LABEL_VALUES = {
 def exported() -> dict[str, set[str]]:
     """Every name that a scrape shows, with its labels."""
     names = {}
-    for spec in SPECS:
+    for spec in (*SPECS, *PAGE_SPECS):
         suffixes = ("_bucket", "_sum", "_count") if spec.kind is Kind.HISTOGRAM else ("",)
         for suffix in suffixes:
             names[spec.name + suffix] = set(spec.labels)
@@ -115,5 +115,5 @@ def test_panels_lie_side_by_side() -> None:
 
 def test_the_dashboard_shows_every_kind_of_trouble() -> None:
     shown = " ".join(t["expr"] for panel in panels() for t in panel["targets"])
-    unseen = [spec.name for spec in SPECS if spec.name not in shown]
+    unseen = [spec.name for spec in (*SPECS, *PAGE_SPECS) if spec.name not in shown]
     assert unseen == ["kvcore_blend_seconds"], "a metric that the dashboard does not show"

@@ -163,7 +163,8 @@ def test_a_job_larger_than_the_buffer_is_moved_in_parts() -> None:
     jobs.drain()
     jobs.load(2, ["c", "b", "a"], [3, 4, 5])
     jobs.drain()
-    assert [ended[:2] for ended in jobs.take_ended()] == [(1, (0, 1, 2)), (2, (0, 1, 2))]
+    ended = [(each.number, each.good) for each in jobs.take_ended()]
+    assert ended == [(1, (0, 1, 2)), (2, (0, 1, 2))]
     assert (memory[3:] == before[2::-1]).all()
     jobs.close()
 
@@ -252,7 +253,7 @@ def test_a_mistake_of_ours_ends_all_jobs_and_finds_nothing(
     assert sorted(each.number for each in ended) == sorted(numbers)
     assert rig.jobs.find("a") is False
     late = rig.begin("load", {"a": 4})
-    assert [each[:2] for each in rig.jobs.take_ended()] == [(late, ())]
+    assert [(each.number, each.good) for each in rig.jobs.take_ended()] == [(late, ())]
     rig.tier.gate.set()
 
 
@@ -265,7 +266,7 @@ def test_threads_that_cannot_be_started_leave_a_tier_without_pages(
     monkeypatch.setattr(threading.Thread, "start", no)
     rig = Rig()
     number = rig.begin("store", {"a": 0})
-    assert [each[:2] for each in rig.jobs.take_ended()] == [(number, ())]
+    assert [(each.number, each.good) for each in rig.jobs.take_ended()] == [(number, ())]
     assert rig.jobs.find("a") is False
     rig.jobs.close()
 

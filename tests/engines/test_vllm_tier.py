@@ -1,0 +1,139 @@
+"""kvcore below vLLM's own offloading, in real engines: models with windows, states, and neither.
+
+vLLM's scheduler, keys and rows are its own; only the copies between its cache and the rows are the
+test's, because vLLM has none for a CPU (`kvcore_vllm.testing.offloading`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcore.harness.compare import SMALL
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import windows
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venvs"
+KINDS = {
+    "llama": {},
+    "gpt_oss": {},
+    "gemma3": {},
+    "lfm2": {},
+    "qwen3_next": {"dtype": "bfloat16"},
+}
+"""Full attention, two kinds of windows, and two kinds of states."""
+ANSWER = 12
+
+
+def offloaded(folder: Path, **more: Any) -> dict[str, Any]:
+    from kvcore_vllm.testing.offloading import offloading
+
+    disk = {"path": str(folder / "kv"), "capacity": "1GiB"}
+    return {"kv_transfer_config": offloading({"disk": disk}, **more)}
+
+
+def asked(model: Path, args: dict[str, Any]) -> list[Generation]:
+    """Answers of an engine that starts and ends for them, one after the other."""
+    with EngineProcess(model, engine="vllm", kvcore=None, **{**SMALL, **args}) as engine:
+        found = []
+        for prompt in prompts(model):
+            found += engine.generate([prompt], max_tokens=ANSWER)
+            engine.settle(5)
+        return found
+
+
+def prompts(model: Path) -> list[list[int]]:
+    """Two prompts with 800 tokens in common, and one of its own."""
+    first, second, third, fourth = windows(model, 4, 900, 900, seed=34)
+    return [first[:800] + second[:100], first[:800] + third[:100], fourth]
+
+
+def tokens(answers: Sequence[Generation]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def model_of(kind: str) -> Path:
+    return tiny_model(kind, layers=4, heads=4, kv_heads=2, head_dim=64)
+
+
+def check_a_restart(kind: str, folder: Path, **args: Any) -> None:
+    model, args = model_of(kind), {**KINDS[kind], **args}
+    cold = asked(model, {**args, **offloaded(folder)})
+    assert cold[0].cached_tokens == 0
+    warm = asked(model, {**args, **offloaded(folder)})
+    assert tokens(warm) == tokens(cold)
+    assert [answer.cached_tokens for answer in warm if answer.cached_tokens < 700] == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "lfm2",
+        "gpt_oss",
+        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("llama", "gemma3")),
+        pytest.param("qwen3_next", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_restart_finds_what_was_stored(kind: str, tmp_path: Path) -> None:
+    check_a_restart(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", pytest.param("qwen3_next", marks=pytest.mark.exhaustive)])
+def test_answers_depend_on_what_is_loaded(kind: str, tmp_path: Path) -> None:
+    """Without this the tests above would prove nothing."""
+    model, args = model_of(kind), KINDS[kind]
+    plain = asked(model, {**args, "enable_prefix_caching": False})
+    cold = asked(model, {**args, **offloaded(tmp_path)})
+    assert tokens(cold) == tokens(plain)
+    spoiled = asked(model, {**args, **offloaded(tmp_path, zeroes=True)})
+    assert spoiled[2].cached_tokens >= 700
+    assert spoiled[2].token_ids != plain[2].token_ids
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("version", ["0.30", "0.33"])
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_other_versions(version: str, kind: str, tmp_path: Path) -> None:
+    python = ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {python}: make env-compat")
+    check_a_restart(kind, tmp_path, python=python)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks(tmp_path: Path) -> None:
+    """A row has the bytes of both."""
+    check_a_restart("llama", tmp_path, tensor_parallel_size=2)
+
+
+def test_errors_of_kvcore_and_of_its_medium_cost_hits_only(tmp_path: Path) -> None:
+    """In each call of vLLM, in one engine: see the script."""
+    model = model_of("llama")
+    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(HERE / "vllm_tier_guard.py"), str(model), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [told] = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = json.loads(told)
+    assert {name: each["right"] for name, each in found.items()} == dict.fromkeys(found, True)
+    assert [name for name, each in found.items() if each["cached"]] == ["nothing"]
+    stops = {name for name, each in found.items() if each["stopped"]}
+    assert stops == set(found) - {"nothing", "corrupt", "missing"}
+    assert "Failed to close mmap_obj" not in done.stdout + done.stderr
