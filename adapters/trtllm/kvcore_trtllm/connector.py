@@ -145,7 +145,7 @@ class KVCoreWorker(_WorkerBase):  # type: ignore[misc]  # the engine's class, un
             _log.error("%s: kvcore stands aside on this rank", why, exc_info=error)
         elif name == "start_load_kv" and (metadata := self._bound()) is not None:
             self.bind_connector_meta(None)
-            side.lose(metadata, why, error)
+            side.begin_in_error(metadata, why, error)
         elif name in ("forward_ended", "wait_for_save"):
             side.end_in_error(why, error)
         elif name == "get_finished":

@@ -308,7 +308,7 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
             parked, name = self._plan.async_loads, tracked.request_id
             graph = self._load(tracked, pages, lambda graph: parked.append((name, graph)))
             tracked.load = graph.graph_id
-            self._count(tracked)
+            self._guard.run("the count of a load", partial(self._count, tracked), None)
 
     def lose(self, request_id: int) -> None:
         """Mark a request whose promise, if there is one, cannot be kept: it must not answer."""
@@ -411,12 +411,12 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
         """Plan the load in the step and the blend that were promised, unless they are lost."""
         if not self.promises.owes(tracked.request_id) or self.promises.lost(tracked.request_id):
             return
-        self._count(tracked)
         if tracked.promise is not None:
             self._load(tracked, tracked.pages, self._plan.sync_loads.append)
         if tracked.blend is not None:
             self._plan.blends.append(self._order(tracked))
         self.promises.planned(tracked.request_id)
+        self._guard.run("the count of a load", partial(self._count, tracked), None)
 
     def _go_on(self, data: Any) -> None:
         """Handle a request that stays in the batch."""
@@ -498,8 +498,8 @@ class Leader(SchedulerCore[TrtllmFusionScheduler]):
     # -- reports ----------------------------------------------------------------------------
 
     def hear(self, news: News) -> None:
-        """Handle what all ranks have reported. An error of `take_news` does not raise."""
-        self.promises.take(news.ended)
+        """Handle what all ranks have reported. An error does not stop this rank's worker."""
+        self._guard.run("take_news", lambda: self.promises.take(news.ended), None)
         if news.stopped:
             self.disable(f"a rank does no more work: {news.stopped}")
         self._guard.run("take_news", lambda: self.take_news(news.ended, news.counted), None)

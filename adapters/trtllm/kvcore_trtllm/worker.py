@@ -26,7 +26,7 @@ from kvcore.connector.messages import StepReport
 from kvcore.connector.rank_guard import RankGuard
 from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
-from kvcore.errors import RankLostError, StepBroken, TransferError
+from kvcore.errors import EngineMustEnd, RankLostError, StepBroken, TransferError
 from kvcore.memory.device import Event, Stream
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker.lifecycle import RankParts
@@ -44,12 +44,15 @@ Listener = Callable[[News], None]
 _UNTOLD = REPORTS.encode(StepReport(stopped="a rank cannot encode its reports"))
 
 
-class _Found(NamedTuple):
-    """The ids that a poll was called with, as the same objects, and what it has returned."""
+class _Poll(NamedTuple):
+    """The arguments of a call of `finished`, as the same objects, and its answer."""
 
     saving: object
     loading: object
     answer: tuple[list[int], list[int]]
+
+    def is_of(self, saving: object, loading: object) -> bool:
+        return self.saving is saving and self.loading is loading
 
 
 class Tally:
@@ -124,6 +127,7 @@ class WorkerConnector(StepWorker[int]):
         self._layerwise = layerwise
         self._plan = StepPlan()
         self._in_step = False
+        self._taken = False  # a plan's graphs are taken on, since the last poll
         self._sync: list[Load[int]] = []
         self._waited: set[int] = set()  # layers of this step that the hooks have waited for
         self._saving: dict[int, set[int]] = {}  # request -> saves that read its pages
@@ -134,7 +138,8 @@ class WorkerConnector(StepWorker[int]):
         self._saves_asked: set[int] = set()
         self._worked = False
         self._streams: dict[int, tuple[Any, Stream]] = {}
-        self._found: _Found | None = None
+        self._poll: _Poll | None = None  # the last one that has returned
+        self._met = False  # the poll that goes on has exchanged reports
 
     # -- streams ----------------------------------------------------------------------------
 
@@ -191,21 +196,26 @@ class WorkerConnector(StepWorker[int]):
 
         The engine would leave the other ranks alone with the forward if this raised. So whatever
         fails here fails the step, in `end_forward`. After an error of kvcore this rank does no more
-        work: it refuses what it is given, and the leader stops. Call `lose` if this raises all the
-        same.
+        work: it refuses what it is given, and the leader stops. Call `begin_in_error` if this
+        raises all the same.
         """
-        attempt("the refusal of saves", self._drop_late_saves, None)  # if the last forward failed
-        self._sync.clear()
-        self._plan, self._in_step, self._worked = plan, True, True
-        self._waited.clear()
-        self._loaded.update(plan.lost_loads)
-        self._take_on(plan)
+        self._accept(plan)
         self._rank.expect(plan.blends)
         self._rank.run("start_load_kv", lambda: self.tend_tiers(plan), None, always=True)
         self._rank.run("start_load_kv", lambda: self._start(plan), None)
         self._rank.meet()
         if self._rank.stopped:
             self._refuse_plan(plan)
+
+    def _accept(self, plan: StepPlan) -> None:
+        """Take a plan for the step that begins, and expect its reports. May be called again."""
+        attempt("the refusal of saves", self._drop_late_saves, None)  # if the last forward failed
+        self._sync.clear()
+        self._plan, self._in_step, self._worked = plan, True, True
+        self._waited.clear()
+        self._loaded.update(plan.lost_loads)
+        self._take_on(plan)
+        self._taken = True
 
     def _take_on(self, plan: StepPlan) -> None:
         """Expect the reports of all graphs of a plan, as all ranks do."""
@@ -243,15 +253,25 @@ class WorkerConnector(StepWorker[int]):
         if plan.sync_loads or plan.blends or shared:
             plan.broken = plan.broken or f"kvcore stands aside on a rank: {self._rank.stopped}"
 
-    def lose(self, metadata: KVCoreMetadata, why: str, error: Exception) -> None:
-        """Let a step fail whose plan was perhaps not begun, after an error, if it counts on KV.
+    def begin_in_error(self, metadata: KVCoreMetadata, why: str, error: Exception) -> None:
+        """Begin a step without its work, after an error in `read` or `begin`.
 
-        Raises RankLostError if there are other ranks: they may wait for what the plan asks for.
+        Raises RankLostError if other ranks may wait for what this one does not know, or for blends.
         """
-        self._alone(why, error)
         self._rank.halt(why, error)
-        self._plan = StepPlan(broken=why if metadata.counts else metadata.broken)
+        try:
+            if not self._taken:
+                self._accept(self.read(metadata))
+                attempt("the upkeep of tiers", lambda: self.tend_tiers(self._plan), None)
+        except EngineMustEnd:
+            raise
+        except Exception as second:  # noqa: BLE001 - nobody else waits
+            self._alone(why, second)
+            self._plan = StepPlan(broken=why if metadata.counts else metadata.broken)
+        if self._plan.blends:
+            self._alone(why, error)
         self._in_step = True
+        self._refuse_plan(self._plan)
 
     def _alone(self, why: str, error: Exception | None = None) -> None:
         """Raise RankLostError if there are other ranks."""
@@ -416,6 +436,7 @@ class WorkerConnector(StepWorker[int]):
                 plan.broken = self._tally.first(plan.broken)
             except Exception as error:  # noqa: BLE001 - a step of which the others do not know fails
                 self._alone("the ranks cannot agree on a step", error)
+                self._rank.halt("it is not known whether KV has arrived", error)
                 plan.broken = plan.broken or f"kvcore cannot tell whether KV has arrived: {error}"
         self._in_step = False
         if plan.broken:
@@ -435,8 +456,7 @@ class WorkerConnector(StepWorker[int]):
         A collective while any op is open. If nothing was begun since the last call, blocks up to
         `IDLE_WAIT_S` for a report.
         """
-        self._saves_asked.update(saving)
-        self._loads_asked.update(loading)
+        self._ask(saving, loading)
         idle, self._worked = not self._worked, False
 
         def look() -> None:
@@ -447,8 +467,13 @@ class WorkerConnector(StepWorker[int]):
         self._rank.run("get_finished", look, None, always=True)
         self._exchange()
         answer = self._answer()
-        self._found = _Found(saving, loading, answer)
+        self._poll, self._met = _Poll(saving, loading, answer), False
         return answer
+
+    def _ask(self, saving: Iterable[int], loading: Iterable[int]) -> None:
+        self._saves_asked.update(saving)
+        self._loads_asked.update(loading)
+        self._taken = False
 
     def _answer(self) -> tuple[list[int], list[int]]:
         """Return the ids whose saves, and those whose loads, have ended, and forget them.
@@ -466,18 +491,23 @@ class WorkerConnector(StepWorker[int]):
     def finish_in_error(
         self, saving: Iterable[int], loading: Iterable[int], why: str, error: Exception
     ) -> tuple[list[int], list[int]]:
-        """Return what a call of `finished` should have, after an error in it.
+        """Return what a call of `finished` with the same objects should have, after an error in it.
 
         Raises RankLostError if other ranks may wait for this one's reports.
         """
         self._rank.halt(why, error)
-        found = self._found
-        if found is not None and found.saving is saving and found.loading is loading:
-            return found.answer  # that call has done its work, and nobody has the answer
-        if self._tally.open:
-            self._alone(why, error)
-        self._saves_asked.update(saving)
-        self._loads_asked.update(loading)
+        if self._poll is not None and self._poll.is_of(saving, loading):
+            return self._poll.answer  # nobody has it
+        self._ask(saving, loading)
+        try:
+            if not self._met:
+                self._exchange()
+        except EngineMustEnd:
+            raise
+        except Exception as second:  # noqa: BLE001 - nobody else waits
+            self._alone(why, second)
+            self._tell(News([], [], why))
+        self._met = False
         return self._answer()
 
     def pump(self, timeout: float) -> None:
@@ -495,20 +525,28 @@ class WorkerConnector(StepWorker[int]):
         A collective if any op is open: the rank takes part whatever fails in it.
         """
         if not self._tally.open:
+            if self._rank.stopped:  # the leader on this rank learns of it; others tell with reports
+                self._tell(News([], [], self._rank.stopped))
             return
         encoded = self._rank.run("get_finished", self._encoded, b"")
         if self._rank.stopped:
             encoded = attempt("the report of a rank", self._encoded, _UNTOLD)
         try:
             news = self._tally.exchange(encoded)
+            self._met = True
         except Exception as error:  # noqa: BLE001 - nobody else waits, and the leader stops
             self._alone("the ranks' reports could not be exchanged", error)
             self._rank.halt("its reports could not be read", error)
             news = News([], [], self._rank.stopped)
         if encoded is not _UNTOLD:
             self._reports = []
-        if self.listener is not None:
-            listener = self.listener
+        ended = {report.graph_id for report in news.ended}
+        self._failed -= ended - self._loads.keys()  # the leader knows, and makes other plans
+        self._tell(news)
+
+    def _tell(self, news: News) -> None:
+        listener = self.listener
+        if listener is not None:
             self._rank.run("get_finished", lambda: listener(news), None, always=True)
 
     def _encoded(self) -> bytes:
