@@ -15,6 +15,7 @@
     └── TransferError        a transfer graph failed
         ├── TransferCancelled
         ├── DeadlineExceeded
+        ├── StepBroken       KV that a step counts on is not there: the engine must not use it
         └── EngineMustEnd    going on could serve wrong tokens: the engine's process must end
             ├── RankLostError    ranks of an engine are out of step
             └── PagesInUse       copies may still use pages that the engine takes back
@@ -107,6 +108,10 @@ class TransferCancelled(TransferError):
 
 class DeadlineExceeded(TransferError):
     """A transfer did not finish by its deadline."""
+
+
+class StepBroken(TransferError):
+    """KV that an engine's step counts on is not there, so its results must not be used."""
 
 
 class EngineMustEnd(TransferError):

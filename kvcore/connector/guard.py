@@ -36,14 +36,18 @@ class Stop(Protocol):
     def __call__(self, why: str, error: BaseException) -> object: ...
 
 
-def attempt(what: str, call: Callable[[], _T], otherwise: _T) -> _T:
+def attempt(
+    what: str, call: Callable[[], _T], otherwise: _T, passes: tuple[type[Exception], ...] = ()
+) -> _T:
     """Return what ``call`` returns; on an error log it, and return ``otherwise``.
 
     For what is done after an error: it must not raise a second one. ``what`` names it in the log.
+    Errors of the kinds ``passes`` are raised, as EngineMustEnd is.
     """
+    raised: tuple[type[Exception], ...] = (EngineMustEnd, *passes)
     try:
         return call()
-    except EngineMustEnd:
+    except raised:
         raise
     except Exception:  # noqa: BLE001 - logged with its trace
         _log.exception("an error in %s", what)
@@ -82,7 +86,8 @@ class Guard:
 class Neutral(NamedTuple):
     """What a method returns after an error: ``make()``. Errors of the kinds ``passes`` are raised.
 
-    Those are wrong settings, in what an engine calls while it starts.
+    Those are wrong settings, in what an engine calls while it starts, and steps that an engine can
+    only be told to fail by an error.
     """
 
     make: Callable[[], Any]
@@ -142,7 +147,9 @@ def _covered(name: str, part: Any, neutral: Neutral) -> Any:
             _log.error("an error in %s", name, exc_info=failed)
             return neutral.make()
         given = _in_order(method, owner, args, kwargs)
-        found = attempt("the stop of kvcore", lambda: owner._failed(name, failed, given), None)
+        found = attempt(
+            "the stop of kvcore", lambda: owner._failed(name, failed, given), None, passes
+        )
         return neutral.make() if found is None else found
 
     setattr(call, _COVERED, True)

@@ -31,6 +31,8 @@ ERRORS = {
     "DeadlineExceeded": "Nothing at once: the tokens are computed. If it happens often, loading "
     "from the tier is slower than computing: see `transfer.load_deadline_s` and "
     "`planner.enabled`.",
+    "StepBroken": "Look at the lines before it. TensorRT-LLM answers its requests with an error. "
+    "If its executor has ended, as it does with overlap scheduling, restart the engine.",
     "EngineMustEnd": "Restart the engine, and report the traceback.",
     "PagesInUse": "Restart the engine. If it happens again, a device or its driver hangs: copies "
     "of KV did not end.",

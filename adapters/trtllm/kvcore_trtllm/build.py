@@ -151,4 +151,5 @@ def build_leader(
     )
     worker.listener = leader.hear
     worker.on_blends = leader.hear_blends
+    worker.on_broken = leader.hear_broken
     return leader

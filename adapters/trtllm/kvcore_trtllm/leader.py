@@ -7,6 +7,9 @@ The calls for one request:
     build_plan   plans the other loads, saves of the blocks that this step completes, fences
     finished     saves the last blocks
 
+If an error leaves any of this half done, no save is sent any more, and the next step waits for all
+copies. `Promises` then tells what TensorRT-LLM counts on.
+
 TensorRT-LLM cannot learn that a load failed, and cannot wait for one before it has an answer. The
 leader therefore promises only blocks that are verified in every rank's host memory. Blocks on other
 tiers are staged there first. Blocks that have arrived after `trtllm.stage_wait_s` are promised. The
@@ -22,12 +25,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from kvcore.config import Config
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
 from kvcore.connector.fusion_scheduler import FusionRequest
-from kvcore.connector.guard import Guard
+from kvcore.connector.guard import Guard, attempt
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.page_table import PageTables, of_its_group
 from kvcore.connector.step_transport import Outbox
@@ -40,8 +44,9 @@ from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitT
 from kvcore.worker import refuse
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
-from kvcore_trtllm.messages import StepPlan
+from kvcore_trtllm.messages import News, StepPlan
 from kvcore_trtllm.pages import NO_PAGE, check_pages, page_deltas, places
+from kvcore_trtllm.promises import Promises
 from kvcore_trtllm.requests import (
     Promise,
     RequestNamespaces,
@@ -104,7 +109,10 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._fresh: set[int] = set()  # pages this step may write to
         self._shared: set[int] = set()  # pages with others' KV that this step reads
         self._asked: dict[int, int] = {}  # requests matched in this step: tokens on the device
-        self._lost: set[int] = set()  # requests whose promised tokens did not come
+        self.promises = Promises()
+        self._scheduled: list[int] = []  # the requests of the last plan
+        self._unsure = False  # an error may have left the books of pages or a plan half done
+        self._guard = Guard(self.stop)
         self._step = 0
 
     # -- a request comes --------------------------------------------------------------------
@@ -117,10 +125,13 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._drop(request.request_id)
         self._asked[request.request_id] = computed
         try:
-            return self._match(request, computed)
+            matched, parks = self._match(request, computed)
         except Exception:
             self._drop(request.request_id)
             raise
+        if matched:
+            self.promises.offer(request.request_id, parks=parks)
+        return matched, parks
 
     def _match(self, request: Any, computed: int) -> tuple[int, bool]:
         if self.disabled or is_dummy(request):
@@ -303,17 +314,24 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
             self._shared.update(places(group, table[:held]))
             self._fresh.update(places(group, table[held:]))
         tracked = self._requests.get(request.request_id)
-        if tracked is not None and tracked.promise is not None and tracked.promise.parked:
+        if tracked is not None and self.promises.parks(tracked.request_id):
             parked, name = self._plan.async_loads, tracked.request_id
             graph = self._load(tracked, pages, lambda graph: parked.append((name, graph)))
             tracked.load = graph.graph_id
-            self._count(tracked)
+            self._guard.run("the count of a load", partial(self._count, tracked), None)
 
-    def lose(self, request_id: int, parked: bool) -> None:
-        """Mark a request whose promise cannot be kept: it must not answer."""
+    def lose(self, request_id: int) -> None:
+        """Mark a request whose promise, if there is one, cannot be kept: it must not answer."""
+        if not self.promises.owes(request_id):
+            return
+        made = self._plan
+        if self.promises.parks(request_id):
+            made.lost_loads.append(request_id)
+        self.promises.lose(request_id)
+        half = [graph for name, graph in made.async_loads if name == request_id]
+        made.async_loads = [load for load in made.async_loads if load[0] != request_id]
         self._mark_lost(request_id)
-        if parked:
-            self._plan.lost_loads.append(request_id)
+        self._end_unsent(half)
 
     def _mark_lost(self, request_id: int) -> None:
         """Note that promised KV of a request will not come. It is counted once.
@@ -321,9 +339,10 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         Does nothing for a request that is gone: no step will have it.
         """
         tracked = self._requests.get(request_id)
-        if tracked is not None and request_id not in self._lost:
+        if tracked is not None and not tracked.lost:
+            tracked.lost = True
+            self.promises.lose(request_id)
             self._failed(str(request_id), tracked.reused)
-            self._lost.add(request_id)
 
     def _load(self, tracked: Tracked, pages: PageTables, lane: Lane) -> TransferGraph:
         promise = tracked.promise
@@ -356,27 +375,35 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
     def build_plan(self, output: Any) -> StepPlan:
         """Plan this step: promised loads, saves of the blocks it completes, fences."""
         self._step += 1
-        self.manager.maintain()
+        self._guard.run("the upkeep of the index", self.manager.maintain, None)
         for data in output.new_requests:
-            self._begin(data)
+            self._guard.run("the plan of a request", partial(self._begin, data), None)
         for data in output.cached_requests:
-            for group, pages in enumerate(page_deltas(data)):
-                self._fresh.update(places(group, pages))
-            self._go_on(data)
+            self._guard.run("the plan of a request", partial(self._go_on, data), None)
         plan = self._plan
         graphs, plan.cancel, plan.forget = self._outbox.take()
         plan.spills += graphs
+        if self._unsure:
+            return self.last_plan(output)
         self._fence(plan)
-        plan.broken = self._why_broken(output)
+        self._guard.run("the end of a step", self._end_step, None)
+        return self._planned(plan, output)
+
+    def _planned(self, plan: StepPlan, output: Any) -> StepPlan:
+        """Return the plan of a step, and begin the next one."""
+        plan.broken = self.why_broken(output)
+        self._scheduled = _scheduled(output)
         self._plan = StepPlan()
         self._fresh.clear()
         self._shared.clear()
         self._asked.clear()
+        return plan
+
+    def _end_step(self) -> None:
         if self._fusion is not None:
             self._fusion.end_step()
         if self._step % (FORGET_AFTER // 8) == 0:
             self._collect()
-        return plan
 
     def _begin(self, data: Any) -> None:
         """Handle a request that joins a batch, also after it was parked."""
@@ -387,14 +414,24 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         tracked.received = 0
         self._take(tracked, data)
         if tracked.promise is not None or tracked.blend is not None:
-            self._count(tracked)
+            self._keep_promise(tracked)
+        self._save_computed(tracked)
+
+    def _keep_promise(self, tracked: Tracked) -> None:
+        """Plan the load in the step and the blend that were promised, unless they are lost."""
+        if not self.promises.owes(tracked.request_id) or self.promises.lost(tracked.request_id):
+            return
         if tracked.promise is not None:
             self._load(tracked, tracked.pages, self._plan.sync_loads.append)
         if tracked.blend is not None:
             self._plan.blends.append(self._order(tracked))
-        self._save_computed(tracked)
+        self.promises.planned(tracked.request_id)
+        self._guard.run("the count of a load", partial(self._count, tracked), None)
 
     def _go_on(self, data: Any) -> None:
+        """Handle a request that stays in the batch."""
+        for group, pages in enumerate(page_deltas(data)):
+            self._fresh.update(places(group, pages))
         tracked = self._requests.get(data.request_id)
         if tracked is None:
             return
@@ -459,21 +496,29 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
                     plan.cancel.append(graph_id)
         plan.fence = sorted(fence)
 
-    def _why_broken(self, output: Any) -> str:
+    def why_broken(self, output: Any) -> str:
         """Return why the step must fail: it schedules requests whose promised KV did not arrive.
 
         Returns "" if it must not fail.
         """
-        scheduled = (data.request_id for data in (*output.new_requests, *output.cached_requests))
-        if bad := sorted(self._lost.intersection(scheduled)):
+        if bad := self.promises.unkept(_scheduled(output)):
             return f"KV promised to requests {bad} did not arrive"
         return ""
 
     # -- reports ----------------------------------------------------------------------------
 
-    def hear(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
-        """Call `take_news` without raising: the worker's rank must keep up with the others."""
-        Guard(self.disable).run("take_news", lambda: self.take_news(reports, counted), None)
+    def hear(self, news: News) -> None:
+        """Handle what all ranks have reported. An error does not stop this rank's worker."""
+        self._guard.run("take_news", lambda: self.promises.take(news.ended), None)
+        if news.stopped:
+            self.disable(f"a rank does no more work: {news.stopped}")
+        self._guard.run("take_news", lambda: self.take_news(news.ended, news.counted), None)
+
+    def hear_broken(self) -> None:
+        """Save no KV of the last step's requests from now on: the step has failed."""
+        for request_id in self._scheduled:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.approximate_from = 0
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
         """Handle the results of blends of rank 0's worker, which is in this process."""
@@ -492,7 +537,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         for report in reports:
             self._outbox.deliver(report)
         for report in self._outbox.poll():
-            self._take_report(report)
+            self._guard.run("the end of an op", partial(self._take_report, report), None)
 
     def _take_report(self, report: OpReport) -> None:
         """Handle the end of an op, and release its graph after its last device op."""
@@ -518,25 +563,41 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._mark_lost(request_id)
         _log.error("a promised load failed request=%s: %s", request_id, report.failed)
 
-    def last_plan(self, why: str) -> StepPlan:
-        """Return a plan to replace one that could not be made, for the reason ``why``.
+    def stop(self, why: str, error: BaseException | None = None) -> None:
+        """Disable kvcore after an error. The next plan saves nothing, and fences all copies."""
+        self._unsure = True
+        try:
+            self.disable(why, error)
+        finally:
+            self.disabled = self.disabled or why
 
-        No graph of the step that uses pages is sent: each ends here, as failed. Parked requests are
-        reported and will fail. The fence names every other graph that uses pages.
+    def _end_unsent(self, graphs: Iterable[TransferGraph]) -> None:
+        for graph in graphs:
+            for report in refuse(graph, RowError.UPSTREAM):
+                self._take_report(report)
+
+    def last_plan(self, output: Any) -> StepPlan:
+        """Return a plan in which nothing is sent that an error may have left half done.
+
+        It has the loads whose pages are known, and no saves. Its fence names every other graph that
+        uses pages.
         """
-        made, self._plan = self._plan, StepPlan()
-        parked = [*(request_id for request_id, _ in made.async_loads), *made.lost_loads]
-        for request_id in parked:
-            self._mark_lost(request_id)
-        pairs = (*made.async_loads, *made.early_saves, *made.late_saves)
-        unsent = [*(graph for _, graph in pairs), *made.sync_loads]
-        unsent += [chunk.graph for order in made.blends for chunk in order.chunks]
-        self.hear((r for graph in unsent for r in refuse(graph, RowError.UPSTREAM)), ())
-        made.fence = sorted(self._using.keys() - {graph.graph_id for graph in unsent})
-        made.async_loads, made.early_saves, made.late_saves = [], [], []
-        made.sync_loads, made.blends = [], []
-        made.lost_loads, made.broken = parked, why
-        return made
+        made = self._plan
+        graphs = [graph for _, graph in (*made.early_saves, *made.late_saves)]
+        graphs += [*made.sync_loads, *(graph for _, graph in made.async_loads)]
+        made.early_saves, made.late_saves = [], []
+        made.sync_loads = [graph for graph in made.sync_loads if graph.graph_id in self._using]
+        made.async_loads = [load for load in made.async_loads if load[1].graph_id in self._using]
+        loads = [*made.sync_loads, *(graph for _, graph in made.async_loads)]
+        sent = {graph.graph_id for graph in loads}
+        made.fence = sorted(self._using.keys() - {graph.graph_id for graph in graphs})
+        attempt(
+            "the end of what is not sent",
+            lambda: self._end_unsent(g for g in graphs if g.graph_id not in sent),
+            None,
+        )
+        self._unsure = False
+        return self._planned(made, output)
 
     # -- a request goes ---------------------------------------------------------------------
 
@@ -570,7 +631,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
 
     def _drop(self, request_id: int) -> None:
         tracked = self._requests.pop(request_id, None)
-        self._lost.discard(request_id)
+        self.promises.forget(request_id)
         if tracked is not None and tracked.promise is not None:
             self.manager.drop(tracked.promise.load)
 
@@ -578,7 +639,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         """Drop requests without news for `FORGET_AFTER` steps: aborts are not reported."""
         for request_id, tracked in list(self._requests.items()):
             silent = self._step - tracked.seen > FORGET_AFTER
-            if silent and tracked.load is None and request_id not in self._lost:
+            if silent and tracked.load is None and not self.promises.lost(request_id):
                 self.recorder.ended(str(request_id), "no more heard of")
                 self._drop(request_id)
 
@@ -597,3 +658,8 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         """Raise AssertionError unless the index, graphs in flight and pages in use agree."""
         super().check_integrity()
         assert self._users.graphs == self._using.keys(), "graphs in use and their pages differ"
+
+
+def _scheduled(output: Any) -> list[int]:
+    """Return the ids of a step's requests."""
+    return [data.request_id for data in (*output.new_requests, *output.cached_requests)]

@@ -6,12 +6,15 @@ leader ◀──StepReport── every worker     gathered inside get_finished, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from kvcore.connector.messages import Codec, PlanMetadata, StepReport, WorkPlan
-from kvcore.transfer.graph import TransferGraph
+from kvcore.telemetry.metrics import Data
+from kvcore.transfer.graph import OpReport, TransferGraph
 
-__all__ = ["REPORTS", "KVCoreMetadata", "StepPlan"]
+__all__ = ["REPORTS", "KVCoreMetadata", "News", "StepPlan"]
 
 REPORTS = Codec(StepReport, "a step report")
 
@@ -38,7 +41,34 @@ class StepPlan(WorkPlan, msgspec.Struct, array_like=True):
     broken: str = ""
 
 
+class News(NamedTuple):
+    """What all ranks have reported: ops that ended on all of them, and counts of each.
+
+    ``stopped`` says why a rank does no more work, and is empty while all do.
+    """
+
+    ended: list[OpReport]
+    counted: list[Data]
+    stopped: str = ""
+
+
 class KVCoreMetadata(PlanMetadata[StepPlan]):
-    """A StepPlan on its way to the workers."""
+    """A StepPlan on its way to the workers, and beside it what can be read without the plan.
+
+    ``counts`` is True if the step must fail where the plan is not carried out. ``stopped`` says why
+    the leader makes no plans any more. Then ``broken`` is that of a plan.
+    """
 
     codec = Codec(StepPlan, "a step plan")
+
+    def __init__(self, payload: bytes = b"", stopped: str = "", broken: str = "") -> None:
+        super().__init__(payload)
+        self.stopped, self.broken = stopped, broken
+        self.counts = bool(broken)
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> KVCoreMetadata:
+        """Encode a plan."""
+        made = cls(cls.codec.encode(plan))
+        made.counts = bool(plan.sync_loads or plan.blends or plan.fence or plan.broken)
+        return made

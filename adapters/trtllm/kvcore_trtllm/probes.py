@@ -41,7 +41,7 @@ PROBES = (
             Overrides(
                 (f"{_CONNECTOR}:KvCacheConnectorWorker",),
                 "kvcore_trtllm.connector:KVCoreWorker",
-                beside=("register_kv_cache_layout", "shutdown"),
+                beside=("forward_ended", "register_kv_cache_layout", "shutdown"),
             ),
             Binds(f"{_CONNECTOR}:KvCacheConnectorWorker", 1),
             Fields(

@@ -63,6 +63,7 @@ class Tracked:
         approximate_from: the first token whose KV may be approximate; None if all is exact.
         tokens: all tokens, kept if fusion or the manager needs them.
         learned: the blocks whose tokens fusion has learned.
+        lost: its promised tokens did not come, and were counted as failed.
     """
 
     request_id: int
@@ -81,6 +82,7 @@ class Tracked:
     approximate_from: int | None = None
     tokens: list[int] | None = None
     learned: int = 0
+    lost: bool = False
 
     def receive(self, new_tokens: Sequence[int]) -> None:
         """Append the tokens that the engine reports, except those that are known already."""

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcore.errors import EngineMustEnd, TransferError
+from kvcore.errors import TransferError
 from kvcore_trtllm.testing import Limits, State
 from support.trtllm_harness import ANSWER, Make, leader, loaded, settle, tokens
 
@@ -254,21 +254,28 @@ def test_an_error_after_the_promise_fails_the_step(
     assert request.generated == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("first", "second"), [("_load", "lose"), ("_fence", "last_plan")])
-def test_a_promise_that_can_neither_be_kept_nor_failed_ends_the_engine(
-    make: Make, monkeypatch: pytest.MonkeyPatch, first: str, second: str
+def test_a_promise_is_failed_without_the_leader(
+    make: Make,
+    reference: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+    second: str,
+    ranks: int,
 ) -> None:
     """TensorRT-LLM would answer with KV that nobody has loaded."""
-    harness = make({"transfer": {"sync_load_max": 0 if second == "lose" else "1GiB"}})
+    kvcore = {"transfer": {"sync_load_max": 0 if second == "lose" else "1GiB"}}
+    harness = make(kvcore, Limits(goes_on=True), ranks=ranks)
     prompt = tokens(1, 100)
     harness.generate([prompt], 1)
     settle(harness)
     for name in (first, second):
         monkeypatch.setattr(leader(harness), name, lambda *_, **__: 1 / 0)
     request = harness.submit(prompt, ANSWER)
-    with pytest.raises(EngineMustEnd, match="neither keep a promise"):
-        harness.run()
-    assert request.generated == []
+    harness.run()
+    assert (request.state, request.generated) == (State.FAILED, [])
+    assert harness.generate([prompt], ANSWER) == [reference(prompt)]
 
 
 def test_an_error_at_the_end_of_a_request_costs_its_blocks(

@@ -20,7 +20,7 @@ from kvcore.model.spec import LayerGroup  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
 from kvcore_trtllm.describe import check_settings, check_weights, describe  # noqa: E402
 from kvcore_trtllm.layout import of_pool, of_regions  # noqa: E402
-from kvcore_trtllm.messages import KVCoreMetadata, StepPlan  # noqa: E402
+from kvcore_trtllm.messages import KVCoreMetadata, News, StepPlan  # noqa: E402
 from kvcore_trtllm.worker import Tally  # noqa: E402
 from support.trtllm_parts import args, facts, make_graph  # noqa: E402
 
@@ -236,12 +236,16 @@ def test_an_op_has_ended_when_all_ranks_say_so() -> None:
         return [mine, queues[1].pop(0)]
 
     tally = Tally(2, gather)
-    assert tally.exchange(StepReport()) is None  # nothing open: no word to the others
+    assert not tally.open  # no word to the others
     tally.expect(make_graph(1, ops=2))
     encode = msgspec.msgpack.encode
+
+    def exchange(*own: OpReport) -> News:
+        return tally.exchange(encode(StepReport(list(own))))
+
     good, bad = OpReport(1, 0), OpReport(1, 1, {0: RowError.IO})
     queues[1] = [encode(StepReport([bad])), encode(StepReport([good])), encode(StepReport())]
-    assert tally.exchange(StepReport([good])) == ([], [{}, {}])
-    assert tally.exchange(StepReport()) == ([good], [{}, {}])
-    assert tally.exchange(StepReport([OpReport(1, 1)])) == ([bad], [{}, {}])
-    assert tally.exchange(StepReport()) is None
+    assert exchange(good) == ([], [{}, {}], "")
+    assert exchange() == ([good], [{}, {}], "")
+    assert exchange(OpReport(1, 1)) == ([bad], [{}, {}], "")
+    assert not tally.open

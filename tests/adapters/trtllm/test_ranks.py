@@ -37,7 +37,7 @@ class Rank:
             layers=1,
             layerwise=True,
         )
-        self.worker.listener = lambda ended, counted: self.told.extend(ended)
+        self.worker.listener = lambda news: self.told.extend(news.ended)
 
     def step(self, plan: StepPlan) -> bool:
         """Run a step; return True if the engine uses its tokens."""

@@ -37,7 +37,7 @@ class TrtllmExecutor:
             layers=rank.shape.layers,
             layerwise=layerwise,
         )
-        self.worker.listener = lambda reports, counted: self._reports.extend(reports)
+        self.worker.listener = lambda news: self._reports.extend(news.ended)
         self._reports: list[OpReport] = []
         self._layerwise, self._overlap = layerwise, overlap
         self._number = 0

@@ -55,6 +55,10 @@ class Limits:
     tells_of_aborts: bool = False
     """True if the connector learns of an aborted request as of a finished one. Not in 1.2 and 1.3.
     """
+    goes_on: bool = False
+    """True if all requests fail after an error in a forward, and the executor goes on, as without
+    overlap in 1.2 and 1.3. With it, those end. Otherwise `Executor.step` raises the error.
+    """
     replays: bool = False
     """True if forwards run as replayed CUDA graphs do: no hook or callable is called."""
 
@@ -171,7 +175,7 @@ class Executor:
         batch = self._schedule()
         if batch:
             batch = self._start(batch)
-        sampled = self._forward(batch) if batch else None
+        sampled = self._forward_or_fail(batch) if batch else None
         if self._limits.overlap:
             sampled, self._previous = self._previous, sampled
         self._take_in(sampled or [])
@@ -351,6 +355,23 @@ class Executor:
             for request, row, token in zip(batch, rows, sampled, strict=True)
         ]
         return [request for request, whole in zip(batch, done, strict=True) if whole]
+
+    def _forward_or_fail(self, batch: list[LlmRequest]) -> list[LlmRequest]:
+        """Do as `_forward` does. Whatever it raises may fail all requests."""
+        try:
+            return self._forward(batch)
+        except Exception:
+            if not self._limits.goes_on:
+                raise
+        for request in list(self._active):
+            self._active.remove(request)
+            self._cancelled.discard(request.request_id)
+            request.state = State.FAILED
+            if self._limits.tells_of_aborts and request.added:
+                self._tell_finished(request)
+            self.table.release(request.pages)
+            request.pages = []
+        return []
 
     def _advance(self, request: LlmRequest, computed: int, token: int) -> bool:
         """Return True if the token counts, because the whole prompt is computed."""

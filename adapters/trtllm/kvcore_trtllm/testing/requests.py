@@ -19,6 +19,7 @@ class State(Enum):
     SAVING = "saving"
     DONE = "done"
     ABORTED = "aborted"
+    FAILED = "failed"
 
 
 @dataclass(eq=False)
