@@ -167,7 +167,6 @@ gpu-bundle:
 
 docs: env
 	$(RUN) -m tools.settings
-	$(RUN) -m tools.troubleshooting > docs/troubleshooting.md
 	$(RUN) -m tools.identity > docs/identity.md
 	$(RUN) -m tools.compat --page
 	$(RUN) -m tools.gpu.page

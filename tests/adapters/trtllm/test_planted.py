@@ -19,8 +19,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvcore_trtllm.leader import Leader
-
 from kvcore.config import FORWARDED_VARIABLE
 from kvcore.connector.guard import covers
 from kvcore.connector.messages import Codec
@@ -31,6 +29,7 @@ from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics
 from kvcore.worker.worker import DeviceCopy, KVWorker
 from kvcore_devtools.planted import Part, methods
+from kvcore_trtllm.leader import Leader
 from kvcore_trtllm.messages import KVCoreMetadata
 from kvcore_trtllm.promises import Promises
 from kvcore_trtllm.testing import Harness, HarnessArgs, Limits, State, standins
