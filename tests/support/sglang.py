@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from kvcore.fusion.staging import ChunkStaging  # noqa: E402
 from kvcore.memory.device import device_of  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
+from kvcore.telemetry.metrics import Data  # noqa: E402
 from kvcore.telemetry.rates import ForwardPart  # noqa: E402
 from kvcore.transfer.graph import OpReport  # noqa: E402
 from kvcore.transfer.plan import layer_steps  # noqa: E402
@@ -124,9 +125,15 @@ class SGLangRig:
     """An engine with one rank. `compute` stands for its forward pass, `slots` for its allocator."""
 
     def __init__(
-        self, pool: Any, page: int, kvcore: dict[str, Any], *, timed: bool = False
+        self,
+        pool: Any,
+        page: int,
+        kvcore: dict[str, Any],
+        *,
+        timed: bool = False,
+        publish: Callable[[Data], None] | None = None,
     ) -> None:
-        listed = {**kvcore.get("sglang", {}), "list_requests": True}
+        listed = {"list_requests": True, **kvcore.get("sglang", {})}
         self.config = load_config(overrides={**kvcore, "sglang": listed}, env={})
         self.page = page
         self.pool = pool
@@ -172,6 +179,7 @@ class SGLangRig:
             self.worker,
             NoLinks(),
             made.open_tiers,
+            publish,
         )
         self.random = random.Random(7)
         self.namespace = self.leader.namespaces.of("", None)

@@ -55,7 +55,10 @@ PACKAGES: Mapping[str, Package] = {
     "fusion": Package(
         tuple(
             f"kvcore/fusion/{name}.py"
-            for name in ("select", "segments", "_segment_file", "controller", "find")
+            for name in (
+                *("select", "segments", "_segment_file", "controller", "find"),
+                *("gate", "staging", "plan", "_chains", "_anchors"),
+            )
         ),
         ("tests/unit/fusion",),
     ),

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from kvcore.connector.worker import ATTEMPTS  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
 from kvcore.index.slots import SlotRun  # noqa: E402
+from kvcore.telemetry.metrics import Data  # noqa: E402
 from kvcore.transfer.graph import TransferGraph  # noqa: E402
 from kvcore_sglang.describe import _check_components  # noqa: E402  (needs torch)
 from kvcore_sglang.fusion_scheduler import Asking  # noqa: E402
@@ -151,6 +152,61 @@ def test_a_load_that_is_dropped_leaves_nothing(rigs: list[SGLangRig]) -> None:
     assert not rig.leader._loading
     misses = rig.leader.metrics.snapshot()["kvcore_misses_total"]
     assert misses["load_failed"] == 1, "its tokens were not reused"
+
+
+def test_no_more_requests_are_remembered_than_a_few(
+    rigs: list[SGLangRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that runs for months names new ones all the time."""
+    monkeypatch.setattr("kvcore_sglang.leader.ASKED_KEPT", 3)
+    monkeypatch.setattr("kvcore_sglang.leader.SERVED_KEPT", 3)
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS)
+    rigs.append(rig)
+    tokens = text(320, 23)
+    rig.keep(tokens)
+    names = [f"r{number}" for number in range(8)]
+    for name in names:
+        assert rig.load(name, tokens, 0, rig.lookup(name, tokens))
+    assert list(rig.leader.state["requests"]) == names[-3:]
+    for name in names:
+        assert rig.lookup(name, tokens) == 320
+    loaded = [name for name in names if rig.load(name, tokens, 0, 320)]
+    assert loaded == names[-3:], "the other lookups are forgotten"
+    rig.leader.refuse(names)
+    refused = [name for name in names if not rig.lookup(name, tokens)]
+    assert refused == names[-3:]
+
+
+def test_what_clients_reused_is_shown_only_if_the_setting_says_so(rigs: list[SGLangRig]) -> None:
+    rig = SGLangRig(MHATokenToKVPool(1), 1, {**SETTINGS, "sglang": {"list_requests": False}})
+    rigs.append(rig)
+    tokens = text(320, 24)
+    rig.keep(tokens)
+    assert rig.load("private", tokens, 0, rig.lookup("private", tokens))
+    assert set(rig.leader.state) == {"aside", "in_flight", "metrics"}
+    assert "private" not in str(rig.leader.state)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_engine_is_told_what_was_counted_until_that_fails(
+    rigs: list[SGLangRig], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr("kvcore_sglang.leader.PUBLISH_S", 0.0)
+    told: list[float] = []
+
+    def publish(counted: Data) -> None:
+        told.append(sum(counted.get("kvcore_misses_total", {}).values()))
+        if fails:
+            raise OSError("injected")
+
+    rig = SGLangRig(MHATokenToKVPool(1), 1, SETTINGS, publish=publish)
+    rigs.append(rig)
+    for number in range(3):
+        assert rig.lookup(f"unknown {number}", text(320, 30 + number)) == 0
+    rig.leader.done_offers()  # any call of the engine's tells what the one before counted
+    assert len(told) == 1 if fails else sum(told) == 3
+    assert sum(rig.leader.metrics.snapshot()["kvcore_misses_total"].values()) == 3
+    assert not rig.leader.disabled
 
 
 @pytest.mark.parametrize("failures", [1, ATTEMPTS - 1, ATTEMPTS])

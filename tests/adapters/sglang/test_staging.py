@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvcore.errors import KVCoreError
+from kvcore_sglang.leader import REST_S
 from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text
 
 
@@ -92,6 +93,25 @@ def test_a_request_is_held_back_for_the_disk_and_others_are_not(
     assert ask_once(rig, "far", tokens) == (496, False)
     assert rig.load("far", tokens, 0, 496)
     assert rig.leader.state["requests"]["far"] == {"disk": 496}
+
+
+def test_only_an_idle_engine_rests_for_a_request_that_is_held_back(
+    from_disk: FromDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = text(500, 34)
+    rig = from_disk({"prefetch": "wait"}, tokens)
+    let_go = held_back(rig, monkeypatch)
+    rested: list[float] = []
+    monkeypatch.setattr(rig.worker, "wait_graph", rested.append)
+    assert ask_once(rig, "far", tokens) == (0, True)
+    assert not rested
+    assert rig.leader.holds("far", resting=True)
+    assert rested == [REST_S]
+    let_go()
+    rig.settle()
+    assert ask_once(rig, "far", tokens) == (496, False)
+    assert not rig.leader.holds("far", resting=True)
+    assert rested == [REST_S], "it has no more to wait for"
 
 
 def test_what_is_late_is_computed_and_found_by_the_next(
