@@ -17,6 +17,7 @@ import functools
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -315,7 +316,7 @@ def launches() -> Iterator[FunctionType]:
                 item = getattr(module, name)
                 if isinstance(item, FunctionType) and item.__module__ == found.name:
                     hints = str(item.__annotations__)
-                    if "Tensor" in hints or "KVView" in hints:
+                    if re.search(r"Tensor|KVView|\bCopy\b", hints):
                         yield item
 
 
