@@ -61,11 +61,13 @@ Report = Literal["off", "tokens", "explain"]
 class ClientsConfig(SchemaModel):
     """What the clients of an engine may learn and ask for. A tenant's own table overrides it."""
 
-    report: Report = Field(
-        default="explain",
+    report: Report | None = Field(
+        default=None,
         description="What a response may report if its request asks: nothing, the reused tokens by "
         "tier, or also what `kvcore explain` knows of the request itself, without causes and rates "
-        "that depend on others. Clients that share a salt can learn which texts the others sent.",
+        "that depend on others. Clients that share a salt can learn which texts the others sent. "
+        'Unset: "explain", but "off" for requests without a salt once a tenant is named, because '
+        "any client may send these.",
     )
     promises: bool = Field(
         default=True,
@@ -104,7 +106,8 @@ class TenantConfig(SchemaModel):
         'percentage of the tier ("25%"). A tier that is not listed has no limit for the tenant.',
     )
     report: Report | None = Field(
-        default=None, description="As `clients.report`, for this tenant. Unset: the same."
+        default=None,
+        description="As `clients.report`, for this tenant. Unset: the same.",
     )
     promises: bool | None = Field(
         default=None, description="As `clients.promises`, for this tenant. Unset: the same."

@@ -26,18 +26,28 @@ class ClientRights(NamedTuple):
 
 
 class Clients:
-    """The rights of requests, by their salt. LoRAs do not matter, listed or not."""
+    """The rights of requests, by their salt. LoRAs do not matter, listed or not.
+
+    A report says whether somebody with the same salt has sent the same text. With a salt of its own
+    a client learns about itself. Without one it would learn about everybody who has none either. If
+    ``clients.report`` is unset, such requests get no report where several tenants are named.
+    """
 
     def __init__(self, config: Config) -> None:
-        default = config.clients
-        self._default = ClientRights.of(default.report, default.promises)
-        self._by_salt = {
-            tenant.salt or config.namespace.salt or "": ClientRights.of(
-                tenant.report or default.report,
-                default.promises if tenant.promises is None else tenant.promises,
+        shared, clients = config.namespace.salt or "", config.clients
+
+        def usual(salt: str) -> str:
+            many = bool(config.tenants) and salt == shared
+            return clients.report or ("off" if many else "explain")
+
+        self._default = ClientRights.of(clients.report or "explain", clients.promises)
+        self._by_salt = {shared: ClientRights.of(usual(shared), clients.promises)}
+        for tenant in config.tenants.values():
+            salt = tenant.salt or shared
+            self._by_salt[salt] = ClientRights.of(
+                tenant.report or usual(salt),
+                clients.promises if tenant.promises is None else tenant.promises,
             )
-            for tenant in config.tenants.values()
-        }
 
     def rights(self, namespace: Namespace) -> ClientRights:
         """Return the rights of the requests of a namespace."""

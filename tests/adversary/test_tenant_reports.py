@@ -63,6 +63,26 @@ def test_a_client_gets_what_its_tenant_may_have(role: str, salt: str, keys: set[
     assert _answer(config, salt, lora="a LoRA that no setting lists", role=role) == keys
 
 
+@pytest.mark.parametrize("salt", ["", "usual"])
+def test_by_default_nobody_learns_what_others_without_a_salt_have_sent(salt: str) -> None:
+    """Any client may leave the salt out. Where one tenant has a name, there are others."""
+    tables: dict[str, Any] = {"namespace": {"salt": "usual"}}
+    alone = load_config(overrides=tables, env={})
+    tables["tenants"] = {"ann": {"salt": "a-1"}, "rest": {"salt": ""}}
+    named = load_config(overrides=tables, env={})
+    everything = {"reused_tokens", "tiers", "fusion", "explain", "promise"}
+    assert _answer(alone, salt) == everything
+    assert _answer(named, salt) == {"promise"}
+    for own in ("a-1", "made up by a client"):
+        assert _answer(alone, own) == _answer(named, own) == everything
+    tables["tenants"]["rest"]["report"] = "tokens"
+    told = load_config(overrides=tables, env={})
+    assert _answer(told, salt) == everything - {"explain"}
+    tables["tenants"].pop("rest")
+    tables["clients"] = {"report": "explain"}
+    assert _answer(load_config(overrides=tables, env={}), salt) == everything
+
+
 def test_promises_of_others_are_not_waited_for() -> None:
     """A promise makes an engine ask stores and nodes, again and again, for `vllm.promise_s`."""
     config = load_config(overrides=TABLES, env={})

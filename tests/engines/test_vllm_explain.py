@@ -95,6 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         },
         "transfer": {"load_deadline_s": 300},
         "explain": {"path": str(records), "spans": True},
+        "clients": {"report": "explain"},  # for requests without a salt too
         "tenants": {
             "quiet": {"salt": "quiet-1", "report": "off", "promises": False},
             "brief": {"salt": "brief-1", "report": "tokens"},
