@@ -199,7 +199,7 @@ class OnTrtllm(Rank):
             layerwise=True,
             blends=self.blends,
         )
-        self.worker.listener = lambda ended, counted: self.told.extend(ended)
+        self.worker.listener = lambda news: self.told.extend(news.ended)
 
     def step(self, step: Step) -> list[bool]:
         from kvcore_trtllm.messages import StepPlan

@@ -54,9 +54,12 @@ def asked(model: Path, args: dict[str, Any]) -> list[Generation]:
 
 
 def prompts(model: Path) -> list[list[int]]:
-    """Two prompts with 800 tokens in common, and one of its own."""
+    """Two prompts with 800 tokens in common, one of its own, and a short one.
+
+    vLLM stores what the last step made in the next step, so a short one comes last.
+    """
     first, second, third, fourth = windows(model, 4, 900, 900, seed=34)
-    return [first[:800] + second[:100], first[:800] + third[:100], fourth]
+    return [first[:800] + second[:100], first[:800] + third[:100], fourth, third[-40:]]
 
 
 def tokens(answers: Sequence[Generation]) -> list[list[int]]:
@@ -73,7 +76,8 @@ def check_a_restart(kind: str, folder: Path, **args: Any) -> None:
     assert cold[0].cached_tokens == 0
     warm = asked(model, {**args, **offloaded(folder)})
     assert tokens(warm) == tokens(cold)
-    assert [answer.cached_tokens for answer in warm if answer.cached_tokens < 700] == []
+    reused = [answer.cached_tokens for answer in warm]
+    assert min(reused[:3]) >= 700, reused
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_a_restart_finds_what_was_stored(kind: str, tmp_path: Path) -> None:
 def test_answers_depend_on_what_is_loaded(kind: str, tmp_path: Path) -> None:
     """Without this the tests above would prove nothing."""
     model, args = model_of(kind), KINDS[kind]
-    plain = asked(model, {**args, "enable_prefix_caching": False})
+    plain = asked(model, args)
     cold = asked(model, {**args, **offloaded(tmp_path)})
     assert tokens(cold) == tokens(plain)
     spoiled = asked(model, {**args, **offloaded(tmp_path, zeroes=True)})

@@ -167,6 +167,7 @@ Opens = Callable[..., Rig]
 def opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Opens]:
     """Opens rigs over one folder. No thread of kvcore and no mapping is left."""
     made: list[Rig] = []
+    before = set(threading.enumerate())
 
     def open_(options: dict[str, Any] | None = None, **given: Any) -> Rig:
         disk = {"disk": {"path": str(tmp_path / "kv"), "capacity": "4MiB"}}
@@ -177,8 +178,8 @@ def opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Opens]:
     for rig in made:
         if hasattr(rig, "rows"):
             rig.close()
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvcore-")]
-    assert left == []
+    left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left if thread.name.startswith("kvcore-")] == []
     assert "Failed to close mmap_obj" not in caplog.text
 
 

@@ -109,12 +109,16 @@ def test_a_forked_child_that_outlives_its_engine_keeps_no_store(path: Path) -> N
     """The engine keeps it while it runs, whatever its children do."""
     running = prepare_store(path, GEOMETRY, ROOM)
     told, tell = os.pipe()
+    begun, began = os.pipe()
     child = os.fork()
     if not child:  # what a library forks: it lives until this test ends
         os.close(tell)
+        os.write(began, b"!")
         os.read(told, 1)
         os._exit(0)
+    os.close(began)
     try:
+        assert os.read(begun, 1), "it has closed what it is to close"
         with pytest.raises(TierUnavailable, match=rf"Held by process {os.getpid()} \(.*store-0\)"):
             prepare_store(path, GEOMETRY, ROOM, wait_s=0)
         running.close()
@@ -125,6 +129,7 @@ def test_a_forked_child_that_outlives_its_engine_keeps_no_store(path: Path) -> N
         os.close(tell)
         os.waitpid(child, 0)
         os.close(told)
+        os.close(begun)
 
 
 LEFT = """
