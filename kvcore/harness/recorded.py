@@ -10,9 +10,9 @@ are recorded once and read afterwards, and no engine is started for them.
         [DIGEST of the engine, DIGEST of the request, [tokens], [logprobs]]
 
 `use` says where the files are and what is done with them (`Mode`); tests/conftest.py calls it.
-`engine` is used in place of an `EngineProcess`, and starts one at the first request that is not on
-record. Another processor may round otherwise. `confirmed` therefore asks an engine before an answer
-is called wrong because of a record.
+`RecordedEngine` is used in place of an `EngineProcess`, and starts one at the first request that is
+not on record. Another processor may round otherwise. `confirmed` therefore asks an engine before an
+answer is called wrong because of a record, and warns if the record is what differs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ __all__ = [
     "Answers",
     "Book",
     "Mode",
+    "RecordWarning",
     "RecordedEngine",
     "book_of",
     "confirmed",
@@ -65,6 +67,10 @@ class Mode(enum.Enum):
     """It is the answer. `Answers.save` writes what an engine was asked because it was missing."""
     VERIFY = "verify"
     """An engine is asked for everything, and a record that differs is an error."""
+
+
+class RecordWarning(UserWarning):
+    """An engine without kvcore gives other answers on this machine than those on record."""
 
 
 class Answers:
@@ -145,6 +151,7 @@ class _Recorded(Generation):
     """An answer from a file, and the engine to ask for it again."""
 
     engine: RecordedEngine | None = field(default=None, compare=False, repr=False)
+    request: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     asked: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -159,6 +166,8 @@ class RecordedEngine(EngineProcess):
         self._model_and_args = (model, args)
         self._starting = threading.Lock()
         self._runs = False
+        self._from_file: dict[str, _Recorded] = {}
+        self._own: dict[str, Generation] = {}
 
     def __enter__(self) -> RecordedEngine:
         return self
@@ -182,14 +191,36 @@ class RecordedEngine(EngineProcess):
         if known is None or self._book.answers.mode is Mode.VERIFY:
             return _then_put(super().submit(**asked), self._book, request)
         found: Future[Generation] = Future()
-        found.set_result(_generation(known, self, asked))
+        answer = self._from_file[_digest(request)] = _generation(known, self, request, asked)
+        found.set_result(answer)
         return found
 
-    def again(self, asked: Mapping[str, Any]) -> Generation:
-        """Ask an engine for an answer that is on record. Starts one for this, even when closed."""
+    def own(self, request: Mapping[str, Any]) -> Generation:
+        """Return an engine's own answer to a request that was answered from the file.
+
+        The first call starts an engine, even when this one is closed, and asks it for everything
+        that was answered from the file: where one record differs, others often do. Warns if any do.
+        """
+        with self._starting:
+            missing = {k: v for k, v in self._from_file.items() if k not in self._own}
+            if _digest(request) in missing:
+                self._ask_again(missing)
+            return self._own[_digest(request)]
+
+    def _ask_again(self, missing: Mapping[str, _Recorded]) -> None:
         model, given = self._model_and_args
         with EngineProcess(model, **given) as process:
-            return process.submit(**asked).result(CALL_TIMEOUT_S)
+            for place, answer in missing.items():
+                self._own[place] = process.submit(**answer.asked).result(CALL_TIMEOUT_S)
+        differ = sum(self._own[k].token_ids != v.token_ids for k, v in missing.items())
+        if differ:
+            warnings.warn(
+                f"{differ} of {len(missing)} answers in {self._book.file} are not those that the "
+                "engine itself gives here, which were taken instead: if it is so on other "
+                "processors too, run `make answers`",
+                RecordWarning,
+                stacklevel=2,
+            )
 
     def kill(self) -> None:
         if self._runs:
@@ -221,9 +252,9 @@ def save() -> None:
 
 
 def confirmed(answer: Generation) -> Generation:
-    """Return the engine's own answer for one that may be from a file. Starts an engine for it."""
+    """Return the engine's own answer for one that may be from a file (`RecordedEngine.own`)."""
     if isinstance(answer, _Recorded) and answer.engine is not None:
-        return answer.engine.again(answer.asked)
+        return answer.engine.own(answer.request)
     return answer
 
 
@@ -270,7 +301,9 @@ def request_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> dict[
     return made
 
 
-def _generation(known: list[Any], engine: RecordedEngine, asked: dict[str, Any]) -> Generation:
+def _generation(
+    known: list[Any], engine: RecordedEngine, request: Mapping[str, Any], asked: dict[str, Any]
+) -> _Recorded:
     prompt = asked["prompt"]
     return _Recorded(
         request_id="recorded",
@@ -283,6 +316,7 @@ def _generation(known: list[Any], engine: RecordedEngine, asked: dict[str, Any])
         finish_reason=None,
         logprobs=list(known[1]) if len(known) > 1 else [],
         engine=engine,
+        request=request,
         asked=asked,
     )
 

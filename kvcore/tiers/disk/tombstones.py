@@ -175,12 +175,24 @@ class Tombstones:
                     return
                 cleared, self._written = dict(self._cleared), True
                 slots = _by_stamp(self._slots)
-            for folder in self._folders:
-                own = folder == self._folders[0]
-                try:
-                    _write(folder.number, cleared, slots if own else [])
-                except Exception as error:  # noqa: BLE001 - thread boundary: it is one folder's
-                    _unrecorded(folder, error)
+            if self._record(cleared, slots):
+                continue
+            with self._lock:
+                if self._written:  # nothing new: the next clear tries again, or `close`
+                    self._written, self._thread = False, None
+                    return
+
+    def _record(self, cleared: Mapping[str, int], slots: Sequence[tuple[int, int, int]]) -> bool:
+        """Write the files of all stores. Return False if one could not be written."""
+        recorded = True
+        for folder in self._folders:
+            own = folder == self._folders[0]
+            try:
+                _write(folder.number, cleared, slots if own else [])
+            except Exception as error:  # noqa: BLE001 - thread boundary: it is one folder's
+                _unrecorded(folder, error)
+                recorded = False
+        return recorded
 
     def _lose(self, error: BaseException) -> None:
         """Note that the thread has died: the next clear, or `close`, starts another."""

@@ -255,6 +255,26 @@ def test_the_longest_unused_is_forgotten_first() -> None:
     assert segments.num_tokens == 960
 
 
+def test_a_run_that_ends_in_a_branch_uses_the_branch_too() -> None:
+    """The finder keeps no anchor that leads to the last branch: it is met by following alone."""
+    rng = random.Random(15)
+    trunk = text(rng, 160)
+    prompts = [[*trunk, *text(rng, 64)] for _ in range(9)]
+    segments = Segments(16)
+    for prompt in prompts:
+        segments.add(SPACE, keys_of(prompt, 16), 0, prompt)
+    asked, whole = prompts[8][:161], Reusable(0, 161, 0, keys_of(prompts[8], 16)[10])
+    for prompt in prompts[:8]:
+        segments.find(SPACE, prompt, everything)
+    assert segments.find(SPACE, asked, everything) == [whole]
+    segments.max_tokens = segments.num_tokens
+    other = text(rng, 64)
+    segments.add(SPACE, keys_of(other, 16), 0, other)
+    assert len(segments) == 9, "one is forgotten for it"
+    assert segments.find(SPACE, asked, everything) == [whole]
+    segments.check_integrity()
+
+
 def test_tokens_are_bounded_over_all_namespaces() -> None:
     rng = random.Random(9)
     segments = Segments(16, max_tokens=2000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvcore.errors import FormatError
 from kvcore.harness import recorded
 from kvcore.harness.compare import answers, assert_same_answers
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.recorded import Answers, Mode, RecordedEngine, book_of
+from kvcore.harness.recorded import Answers, Mode, RecordedEngine, RecordWarning, book_of
 
 CHILD = """
 import asyncio, os, sys
@@ -196,10 +197,20 @@ def test_an_answer_is_called_wrong_only_if_the_engine_itself_differs(bench: Benc
     bench.notes  # noqa: B018 - forgets them
     recorded_answers = bench.ask([1], [2])
     here = [Generation("a", list(range(s, s + 8)), "", 1, 0, 0.0, 0.0, None) for s in (2, 3)]
-    assert_same_answers(here, recorded_answers)
-    assert bench.notes.count("start") == 2
+    with pytest.warns(RecordWarning, match="2 of 2 answers in child-1.0.jsonl"):
+        assert_same_answers(here, recorded_answers)
     with pytest.raises(AssertionError, match="answers differ"):
         assert_same_answers([engines[0], here[1]], recorded_answers)
+    assert bench.notes.count("start") == 1, "one engine is asked for both, and once"
+
+
+def test_a_wrong_answer_is_told_without_a_warning_where_the_record_is_right(bench: Bench) -> None:
+    bench.ask([1], [2], mode=Mode.RECORD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right, other = bench.ask([1], [2])
+        with pytest.raises(AssertionError, match="1 of 1 answers differ"):
+            assert_same_answers([other], [right])
 
 
 def test_two_processes_write_into_one_file(bench: Bench) -> None:

@@ -87,6 +87,16 @@ def test_what_was_removed_late_may_be_written_again() -> None:
     made.close()
 
 
+def test_the_store_is_closed_after_the_last_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Deaf()
+    asked: list[int] = []
+    monkeypatch.setattr(store, "close", lambda: asked.append(store.asked))
+    made = StoreFinder(store, [SHARD], name="far")
+    made.delete(KEYS)
+    made.close()
+    assert asked == [1]
+
+
 def test_what_is_owed_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finder, "MAX_PENDING_DELETES", 4)
     store = Deaf()
@@ -207,6 +217,24 @@ def test_a_record_that_is_removed_is_made_anew(tmp_path: Path) -> None:
     made.add(KEYS[2:])
     made.close()
     assert record(tmp_path).read() == KEYS[2:]
+
+
+def test_what_was_asked_of_a_thread_that_died_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = StoreFinder(Deaf(), [SHARD], name="far", pending_deletes=record(tmp_path))
+
+    def dies(round_: object) -> None:
+        made.delete(KEYS)
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(made, "_ask", dies)
+    query = made.ask(KEYS)
+    assert query is not None
+    until(lambda: query.ended)
+    made.close()
+    assert query.failed
+    assert record(tmp_path).read() == KEYS
 
 
 def test_a_note_does_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_an_error_in_the_middle_leaves_no_block(
             patch.setattr(os, "pwritev", fails)
             (error,) = tier.write([new.to_write()])
         assert isinstance(error, TierUnavailable)
+        assert ("the disk is full" in str(error)) is (code == errno.ENOSPC)
         for block in (old, new):
             with pytest.raises(CorruptBlock):
                 read_back(tier, block)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -140,6 +142,21 @@ def test_more_slots_than_the_file_tells_apart_clear_everything(
     run.end()
 
 
+def test_a_write_under_way_is_void_though_the_file_clears_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stamp is newer than the clear."""
+    run = Run(tmp_path)
+    monkeypatch.setattr("kvcore.tiers.disk.tombstones.MAX_ENTRIES", 4)
+    run.store.tombstones.cleared(None, writing=[1])
+    run.store.tombstones.landed([2, 3, 4, 5, 6])
+    run.write([1, 7])
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == {7}
+    run.end()
+
+
 def test_stores_of_other_sizes_that_were_read_owe_it_too(tmp_path: Path) -> None:
     run = Run(tmp_path, TWO)
     run.write([1, 2])
@@ -266,6 +283,22 @@ def test_a_store_that_cannot_be_cleared_is_not_read(
     run.end()
 
 
+def test_a_clear_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is flushed before it has its name, and its name in the folder after that."""
+    run = Run(tmp_path)
+    flushed: list[tuple[bool, bool]] = []
+
+    def fsync(file: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(file).st_mode)
+        flushed.append((is_folder, (run.store.folder / "cleared").exists()))
+
+    monkeypatch.setattr("kvcore.tiers.disk.tombstones.os.fsync", fsync)
+    run.store.tombstones.cleared(None)
+    run.store.tombstones.close()
+    assert flushed == [(False, False), (True, True)]
+    run.end()
+
+
 def test_that_it_could_not_be_written_down_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -275,6 +308,20 @@ def test_that_it_could_not_be_written_down_is_said(
     run.end()
     assert "a restart may undo it" in caplog.text
     (run.store.folder / "cleared.new").rmdir()
+
+
+def test_what_could_not_be_written_down_is_tried_once_more_at_the_end(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.write([1])
+    (run.store.folder / "cleared.new").mkdir()
+    run.store.tombstones.cleared(None)
+    while run.store.tombstones._thread is not None:
+        time.sleep(0.001)
+    (run.store.folder / "cleared.new").rmdir()
+    run.end()
+    run = Run(tmp_path)
+    assert run.found == set()
+    run.end()
 
 
 def test_a_clear_of_a_removed_store_is_no_error(
