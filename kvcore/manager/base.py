@@ -409,7 +409,10 @@ class Manager(ABC):
 
     @abstractmethod
     def drop(self, planned: Planned) -> None:
-        """Give back what a plan keeps. Does not wait for a server. A dropped save counts as one."""
+        """Give back what a plan keeps. Does not wait for a server.
+
+        A dropped save is counted as an aborted one.
+        """
 
     @property
     def wants_tokens(self) -> bool:

@@ -272,6 +272,7 @@ class Flights:
         What it was to fill is reserved no more, and not published.
         """
         for reservation in (*flight.reserved, *flight.targets.values()):
+            self._invalidation.forget_dropped(reservation)
             self._index.lifecycle.abort(reservation)
         for pin in flight.pins:
             self._index.unpin(pin)

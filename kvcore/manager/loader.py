@@ -75,11 +75,11 @@ class Loader:
         if start >= stop or self._flights.full:
             return None
         flight = Flight(hit.keys, start)
-        flight.reserved = self._promote(hit, start, stop)
-        if not flight.reserved:
-            return None
-        blocks = Span(start, flight.reserved[-1].stop)
         try:
+            self._promote(flight, hit, Span(start, stop))
+            if not flight.reserved:
+                return None
+            blocks = Span(start, flight.reserved[-1].stop)
             _, rows = self._sources(flight, hit, blocks)
         except KVCoreError:
             self._flights.release(flight)
@@ -154,7 +154,7 @@ class Loader:
 
     def _through_host(self, flight: Flight, hit: Hit, below: Span) -> list[int]:
         """Return a host slot for each block of ``below``: kept as far as there is room."""
-        flight.reserved = self._promote(hit, below.start, below.stop)
+        self._promote(flight, hit, below)
         slots = _slots(flight.reserved)
         missing = below.size - len(slots)
         return slots + self._flights.stage(flight, missing) if missing else slots
@@ -186,14 +186,14 @@ class Loader:
                 found |= self._lookups[tier].nodes(hit.keys[a:b])
         return tuple(sorted(found))
 
-    def _promote(self, hit: Hit, start: int, stop: int) -> list[Reservation]:
+    def _promote(self, flight: Flight, hit: Hit, blocks: Span) -> None:
         """Reserve host slots for blocks from lower tiers, one reservation a read op.
 
         Only blocks that continue the host tier's own prefix can be kept there.
         """
-        made: list[Reservation] = []
+        start, stop = blocks
         if self._index.held(HOST, hit.keys[:stop]) != start:
-            return made
+            return
         edges = sorted({start, stop, *(s.stop for s in hit.sources if start < s.stop < stop)})
         for a, b in itertools.pairwise(edges):
             for left in range(a, b, self._flights.batch):
@@ -204,12 +204,11 @@ class Loader:
                 self._invalidation.count_evicted(HOST, reservation.evicted)
                 if reservation.start != left:  # it kept blocks that were being evicted: stop here
                     self._index.lifecycle.abort(reservation)
-                    return made
+                    return
                 if len(reservation):
-                    made.append(reservation)
+                    flight.reserved.append(reservation)
                 if len(reservation) < right - left:
-                    return made
-        return made
+                    return
 
 
 def _slots(reservations: Iterable[Reservation]) -> list[int]:

@@ -304,7 +304,7 @@ class TransferEngine:
         """Block until no op in flight touches the device, at most ``timeout`` seconds; True if so.
 
         Ops that have not started and ops that were issued count too. Those of a graph that copies
-        no unit do not: it loads into host memory only, and may wait for a read that hangs.
+        no unit do not: it may wait for a read that hangs.
         """
 
         def idle() -> bool:

@@ -161,7 +161,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def uses_units(self) -> bool:
-        """True if a unit is copied. A load into host memory alone has unit tables, all ``SKIP``."""
+        """True if a unit is copied: ops may touch the device with units that are all `SKIP`."""
         return any((table.array() != SKIP).any() for table in self.units)
 
     @property

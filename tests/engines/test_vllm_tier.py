@@ -29,7 +29,8 @@ KINDS = {
     "llama": {},
     "gpt_oss": {},
     "gemma3": {},
-    "lfm2": {},
+    # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
+    "lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     "qwen3_next": {"dtype": "bfloat16"},
 }
 """Full attention, two kinds of windows, and two kinds of states."""
@@ -48,7 +49,7 @@ def asked(model: Path, args: dict[str, Any]) -> list[Generation]:
     with EngineProcess(model, engine="vllm", kvcore=None, **{**SMALL, **args}) as engine:
         found = []
         for prompt in prompts(model):
-            found += engine.generate([prompt], max_tokens=ANSWER)
+            found += engine.generate([prompt], max_tokens=ANSWER, logprobs=True)
             engine.settle(5)
         return found
 
@@ -66,6 +67,10 @@ def tokens(answers: Sequence[Generation]) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
+def logprobs(answers: Sequence[Generation]) -> list[float]:
+    return [each for answer in answers for each in answer.logprobs]
+
+
 def model_of(kind: str) -> Path:
     return tiny_model(kind, layers=4, heads=4, kv_heads=2, head_dim=64)
 
@@ -76,6 +81,8 @@ def check_a_restart(kind: str, folder: Path, **args: Any) -> None:
     assert cold[0].cached_tokens == 0
     warm = asked(model, {**args, **offloaded(folder)})
     assert tokens(warm) == tokens(cold)
+    if args.get("dtype") is None:  # with float32 a wrong byte shows before it changes a token
+        assert logprobs(warm) == pytest.approx(logprobs(cold), abs=1e-3)
     reused = [answer.cached_tokens for answer in warm]
     assert min(reused[:3]) >= 700, reused
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -197,13 +198,15 @@ class ManagerRig:
         self._unit += rows
         return [UnitTable.of(table, 16)]
 
-    def save(self, keys: list[bytes]) -> TransferGraph | None:
-        def computed(start: int, stop: int) -> list[UnitTable]:
-            tables = self.units(stop - start)
-            for key, unit in zip(keys[start:stop], tables[0].array()[:, 0].tolist(), strict=True):
-                self.media.device[unit] = key
-            return tables
+    def computed(self, keys: Sequence[bytes], start: int, stop: int) -> list[UnitTable]:
+        """Return the places of blocks [start, stop), which the engine has just computed."""
+        tables = self.units(stop - start)
+        for key, unit in zip(keys[start:stop], tables[0].array()[:, 0].tolist(), strict=True):
+            self.media.device[unit] = key
+        return tables
 
+    def save(self, keys: list[bytes]) -> TransferGraph | None:
+        computed = partial(self.computed, keys)
         return save_blocks(self.manager, keys, NAMESPACE, len(keys), computed)
 
     def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> int | None:

@@ -1,18 +1,22 @@
 """The leader against simulated media: whatever happens, a load brings the bytes of its own keys.
 
 Ops run in any order their deps allow, some fail, some blocks rot on disk, requests save and load
-chains that share prefixes.
+chains that share prefixes, and plans are launched or dropped at any later time.
 """
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcore.errors import CapacityError
-from kvcore.manager import HOST, WritePolicy
-from kvcore.transfer.graph import RowError
+from kvcore.errors import CapacityError, TransferError
+from kvcore.manager import HOST, Readiness, WritePolicy
+from kvcore.manager.base import Planned
+from kvcore.transfer.graph import Priority, RowError, Span, UnitTable
 from support.manager import NAMESPACE, ManagerRig, chain
 
 
@@ -26,6 +30,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.planned: list[Planned] = []
         self.rig = ManagerRig(
             host=self.host,
             disk=10,
@@ -57,6 +62,45 @@ class ManagerMachine(RuleBasedStateMachine):
         began = self.rig.fetch(chain(*names), lambda: ended.append(1))
         assert manager.in_flight == before + (began is not None)
         assert not ended
+
+    @rule(names=names, what=st.sampled_from(["save", "load", "fetch"]))
+    def plan(self, names: list[int], what: str) -> None:
+        """Plan now, and launch or drop in some later step."""
+        manager, keys, before = self.rig.manager, chain(*names), self.rig.manager.in_flight
+        hit = manager.get_match(keys, NAMESPACE)
+        planned = None
+        if what == "save":
+            planned = manager.plan_save(keys, NAMESPACE, len(keys))
+        elif what == "fetch":
+            planned = manager.plan_fetch(hit)
+        elif hit.depth and manager.can_load(hit, 0, hit.depth) is Readiness.READY:
+            with contextlib.suppress(CapacityError):
+                planned = manager.plan_load(hit, Span(0, hit.depth))
+        if planned is not None:
+            self.planned.append(planned)
+        if what != "save":  # planning a save may write what is there already
+            assert manager.in_flight == before
+
+    @precondition(lambda self: self.planned)
+    @rule(pick=st.integers(0, 10), wrong=st.booleans())
+    def launch(self, pick: int, wrong: bool) -> None:
+        planned = self.planned.pop(pick % len(self.planned))
+        rig, graph = self.rig, planned.graph
+        units: list[UnitTable] = []
+        if graph.priority is Priority.SAVE:
+            units = rig.computed(planned.keys, *planned.blocks)
+        elif graph.touches_device:
+            units = rig.units(planned.blocks.size)
+        if wrong and units:
+            with pytest.raises(TransferError):
+                rig.manager.launch(planned, rig.units(planned.blocks.size + 1))
+        else:
+            rig.manager.launch(planned, units)
+
+    @precondition(lambda self: self.planned)
+    @rule(pick=st.integers(0, 10))
+    def drop(self, pick: int) -> None:
+        self.rig.manager.drop(self.planned.pop(pick % len(self.planned)))
 
     @rule(names=names)
     def write_down(self, names: list[int]) -> None:
@@ -123,6 +167,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.rig.manager.check_integrity()
 
     def teardown(self) -> None:
+        for planned in self.planned:
+            self.rig.manager.drop(planned)
         self.rig.drain(1)
         assert self.rig.manager.in_flight == 0
         assert len(self.rig.manager.flights.staging) == 3, "a staging slot leaked"
