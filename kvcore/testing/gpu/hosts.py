@@ -122,6 +122,9 @@ class WatchedEngine(TransferEngine):
         return known
 
     def submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+        # The engine refuses a graph that is in flight: an attempt before this one has ended, even
+        # if another thread took its reports.
+        self._after(graph.graph_id, lambda op: True)
         self._submitted[graph.graph_id] = self.machine.now()
         super().submit(graph, wave)
 

@@ -26,11 +26,16 @@ def test_the_overlap_schedule_has_the_right_kv(layerwise: bool, leads: bool, see
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
 def test_a_load_that_is_repeated_waits_for_the_same_work(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    late: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two threads copy, so the second attempt may be on a stream that has waited for nothing."""
-    fail_first_attempts(monkeypatch, seed)
+    """Two threads copy, so the second attempt may be on a stream that has waited for nothing.
+
+    If the failure comes last, one thread has taken the reports of the copies, and another submits
+    the load again.
+    """
+    fail_first_attempts(monkeypatch, seed, after_s=0.02 if late else 0.0)
     with installed(Machine(seed, index=1)) as machine:
         rank = GpuRank(machine, limits=WorkerLimits(copy_threads=2))
         books = Books(rank, seed, layerwise=True, parks=False, locks=True, host_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -15,12 +16,13 @@ __all__ = ["fail_first_attempts"]
 
 
 def fail_first_attempts(
-    monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, share: float = 1 / 3
+    monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, share: float = 1 / 3, after_s: float = 0.0
 ) -> None:
     """Let the first op of a ``share`` of the loads fail once, before it has used a stream.
 
     Later ops do not fail: the second attempt would copy again what the forward reads by then. The
-    bytes are the same, but it is a race all the same.
+    bytes are the same, but it is a race all the same. It fails after ``after_s`` seconds, in which
+    other threads may have copied the rest.
     """
     run, chance = DeviceCopy.run, random.Random(seed)
     failed: set[tuple[int, int]] = set()
@@ -32,6 +34,7 @@ def fail_first_attempts(
         first = op.path is Path.H2D and op.op_id == 0 and attempt not in failed
         if first and chance.random() < share:
             failed.add(attempt)
+            time.sleep(after_s)
             raise TransferError("this copy fails once")
         return run(copy, graph, op, rows)
 
