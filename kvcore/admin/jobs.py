@@ -222,7 +222,7 @@ class Jobs:
         if isinstance(job.command, MoveBlocks) and job.source is not None:
             held = self._depth(job.source, path)
             # A prompt that arrived in part stays whole: the missing blocks need those before them.
-            job.kept += held - self._manager.invalidation.discard(job.source, path[:there])
+            job.kept += held - self._manager.invalidation.evict(job.source, path[:there])
 
     def _depth(self, tier: str, path: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt a tier holds and publishes."""

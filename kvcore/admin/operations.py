@@ -156,12 +156,12 @@ class Admin:
 
     def _clear_some(self, selection: Selection, tier: str) -> int:
         if selection.chains is None:
-            return self._manager.invalidation.drop(tier, self._every_block(selection, tier))
+            return self._manager.invalidation.delete(tier, self._every_block(selection, tier))
         ends = self._selections.ends(selection, tier)[0]
-        blocks = self._manager.invalidation.drop(tier, ends)
+        blocks = self._manager.invalidation.delete(tier, ends)
         self._pins.release_dropped()
         return blocks + sum(
-            self._manager.invalidation.discard(tier, chain) for chain in selection.chains
+            self._manager.invalidation.evict(tier, chain) for chain in selection.chains
         )
 
     def _every_block(self, selection: Selection, tier: str) -> list[bytes]:

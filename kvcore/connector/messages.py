@@ -28,13 +28,13 @@ class WorkPlan(msgspec.Struct, array_like=True):
     Attributes:
         open_tiers: options to open tiers with, by the tier's name. Sent once, before any graph
             that names those tiers.
-        forget: slots of tiers to make unreadable before any graph of this plan starts.
+        invalidate: slots of tiers to make unreadable before any graph of this plan starts.
         cancel: ids of graphs to cancel.
         blends: orders to carry out before the forward.
     """
 
     open_tiers: dict[str, dict[str, Any]] = {}
-    forget: list[tuple[str, list[SlotRun]]] = []
+    invalidate: list[tuple[str, list[SlotRun]]] = []
     cancel: list[int] = []
     blends: list[BlendOrder] = []
 

@@ -49,18 +49,18 @@ class Outgoing(NamedTuple):
     Attributes:
         graphs: graphs to submit.
         cancelled: ids of graphs to cancel.
-        forgotten: slots of tiers to make unreadable.
+        invalidated: slots of tiers to make unreadable.
     """
 
     graphs: list[TransferGraph]
     cancelled: list[int]
-    forgotten: list[tuple[str, list[SlotRun]]]
+    invalidated: list[tuple[str, list[SlotRun]]]
 
 
 class Outbox:
     """The `kvcore.manager.Transport` of a leader that sends to its workers once a step.
 
-    ``graphs``, ``cancelled`` and ``forgotten`` are queued here until the adapter takes them into
+    ``graphs``, ``cancelled`` and ``invalidated`` are queued here until the adapter takes them into
     the step's plan. The adapter delivers the workers' reports with `deliver`. `poll` returns a
     report once all ``ranks`` have ended the op. ``pump`` lets the workers work for up to the given
     seconds and delivers their reports. It is None if the workers cannot be reached between two
@@ -72,13 +72,13 @@ class Outbox:
         self.pump = pump
         self.graphs: list[TransferGraph] = []
         self.cancelled: list[int] = []
-        self.forgotten: list[tuple[str, list[SlotRun]]] = []
+        self.invalidated: list[tuple[str, list[SlotRun]]] = []
         self._ready: list[OpReport] = []
 
     def take(self) -> Outgoing:
         """Return all queued work and empty the queues."""
-        taken = Outgoing(self.graphs, self.cancelled, self.forgotten)
-        self.graphs, self.cancelled, self.forgotten = [], [], []
+        taken = Outgoing(self.graphs, self.cancelled, self.invalidated)
+        self.graphs, self.cancelled, self.invalidated = [], [], []
         return taken
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
@@ -87,8 +87,8 @@ class Outbox:
     def cancel(self, graph_id: int) -> None:
         self.cancelled.append(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self.forgotten.append((tier, list(slots)))
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.invalidated.append((tier, list(slots)))
 
     def wait_report(self, timeout: float) -> bool:
         """Return True if there is a report.

@@ -163,8 +163,8 @@ class StepWorker(Generic[_R]):
         A rank that has stopped does this too: what was cleared must not come back with a restart.
         """
         self.open(plan.open_tiers)
-        for name, slots in plan.forget:
-            self._worker.forget(name, slots)
+        for name, slots in plan.invalidate:
+            self._worker.invalidate(name, slots)
 
     def _cancel(self, graph_ids: Iterable[int]) -> None:
         """Cancel graphs. Ops that run are finished; a load is not repeated.

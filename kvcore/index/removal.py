@@ -21,7 +21,7 @@ class Removal:
         self._tables = state.tables
         self._lifecycle = lifecycle
 
-    def drop_subtree(self, tier: str, key: bytes) -> list[Evicted]:
+    def invalidate(self, tier: str, key: bytes) -> list[Evicted]:
         """Remove a block whose bytes are bad, and all its descendants, from a tier.
 
         Returns the blocks that were published. Pinned blocks are removed as well: they stop
@@ -35,8 +35,8 @@ class Removal:
             return []
         return self._detach(table, self._below(table, [node]))
 
-    def drop_subtrees(self, tier: str, keys: Iterable[bytes]) -> list[Evicted]:
-        """Remove several blocks and their descendants on request, as `drop_subtree` does.
+    def delete(self, tier: str, keys: Iterable[bytes]) -> list[Evicted]:
+        """Remove several blocks and their descendants on request, as `invalidate` does.
 
         Reservations that lose blocks are marked ``revoked``.
         """
@@ -50,7 +50,7 @@ class Removal:
     def clear(
         self, namespace: bytes | None = None, tier: str | None = None
     ) -> dict[str, list[Evicted]]:
-        """Remove all blocks, or those of a namespace or a tier, as `drop_subtrees` does.
+        """Remove all blocks, or those of a namespace or a tier, as `delete` does.
 
         Returns the blocks that were published, by tier.
         """

@@ -217,7 +217,7 @@ class Transport(Protocol):
     def cancel(self, graph_id: int) -> None:
         """Ask every worker to drop what it has not started of a graph."""
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """Make slots of a backing tier unreadable before any later graph runs."""
 
     def wait_report(self, timeout: float) -> bool:

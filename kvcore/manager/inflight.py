@@ -252,7 +252,7 @@ class Flights:
             self._publish(flight, report)
         for row, error in report.failed.items():
             if error in (RowError.CORRUPT, RowError.MISSING):
-                self._invalidation.lose(op.tier, flight.graph.keys[row])
+                self._invalidation.invalidate(op.tier, flight.graph.keys[row])
         if not flight.waiting:
             del self._flights[report.graph_id]
             self.release(flight)
@@ -272,7 +272,7 @@ class Flights:
         What it was to fill is reserved no more, and not published.
         """
         for reservation in (*flight.reserved, *flight.targets.values()):
-            self._invalidation.forget_dropped(reservation)
+            self._invalidation.invalidate_removed(reservation)
             self._index.lifecycle.abort(reservation)
         for pin in flight.pins:
             self._index.unpin(pin)
@@ -292,7 +292,7 @@ class Flights:
 
     def _publish(self, flight: Flight, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
-        self._invalidation.forget_dropped(reservation)
+        self._invalidation.invalidate_removed(reservation)
         failed_from = flight.first_block + min(report.failed) if report.failed else None
         self._index.lifecycle.commit(reservation, failed_from)
 

@@ -1,6 +1,6 @@
 """Removal of blocks from a tier: clears, drops, lost blocks and failed writes.
 
-    a slot of our own medium ──▶ transport.forget     a key of a store ──▶ deleted, for everyone
+    a slot of our own medium ──▶ transport.invalidate     a key of a store ──▶ deleted, for everyone
 
 Every removal is counted by its cause, and the medium is invalidated, so that a removed block cannot
 reappear after a restart.
@@ -54,12 +54,12 @@ class Invalidation:
                     self._records[name].cleared(namespace, writing)
                 slots = [block.slot for block in gone.get(name, ())]
                 slots += self._index.admin.free_slots(name) + self.not_taken.pop(name, [])
-                self._transport.forget(name, slot_runs(slots))
+                self._transport.invalidate(name, slot_runs(slots))
         count = sum(map(len, gone.values()))
         _log.info("cleared blocks=%d namespace=%s", count, namespace and namespace.hex())
         return count
 
-    def discard(self, tier: str, keys: Sequence[bytes]) -> int:
+    def evict(self, tier: str, keys: Sequence[bytes]) -> int:
         """Remove the blocks of a chain from one tier, its last block first.
 
         Stops at the first block that something else needs (`Evictions.evict_blocks`). Returns the
@@ -67,12 +67,12 @@ class Invalidation:
         """
         return self._remove(tier, self._index.evictions.evict_blocks(tier, keys))
 
-    def drop(self, tier: str, keys: Iterable[bytes]) -> int:
+    def delete(self, tier: str, keys: Iterable[bytes]) -> int:
         """Remove blocks and all their descendants from one tier; from a store, for everyone.
 
         Returns the number of blocks removed.
         """
-        return self._remove(tier, self._index.removal.drop_subtrees(tier, keys))
+        return self._remove(tier, self._index.removal.delete(tier, keys))
 
     def set_quota(
         self, tier: str, tenant: str, namespaces: Iterable[bytes], blocks: int | None
@@ -85,15 +85,15 @@ class Invalidation:
         self.count_evicted(tier, evicted)
         return len(evicted)
 
-    def lose(self, tier: str, key: bytes) -> None:
+    def invalidate(self, tier: str, key: bytes) -> None:
         """Remove a block that is corrupt or missing in a tier, and all its descendants."""
-        lost = self._index.removal.drop_subtree(tier, key)
+        lost = self._index.removal.invalidate(tier, key)
         if lost:
             self._metrics.lost(tier, len(lost))
         if tier in self._stores:
             self._stores[tier].absent(key)
 
-    def forget_dropped(self, reservation: Reservation) -> None:
+    def invalidate_removed(self, reservation: Reservation) -> None:
         """Invalidate the blocks of a finished write that were removed while it was in flight.
 
         A store deletes only blocks that were cleared. It keeps descendants of a block that was lost
@@ -108,7 +108,7 @@ class Invalidation:
         else:
             if reservation.revoked and tier in self._records:
                 self._records[tier].landed(reservation.slots[live:].tolist())
-            self._transport.forget(tier, slot_runs(reservation.slots[live:]))
+            self._transport.invalidate(tier, slot_runs(reservation.slots[live:]))
 
     def count_evicted(self, tier: str, evicted: Sequence[Evicted]) -> None:
         """Count blocks that were evicted to make room.
@@ -128,5 +128,5 @@ class Invalidation:
         if tier in self._stores:
             self._stores[tier].delete([block.key for block in blocks])
         elif tier != HOST and blocks:
-            self._transport.forget(tier, slot_runs(block.slot for block in blocks))
+            self._transport.invalidate(tier, slot_runs(block.slot for block in blocks))
         return len(blocks)

@@ -161,7 +161,7 @@ class StoreLookup:
         """Tell the breaker whether the store answered; return the outcome in one word."""
         query = asked.query
         if late := not query.ended:
-            self._finder.drop(query)
+            self._finder.cancel(query)
         failed = query.failed or (late and not query.found)  # else slow, not dead
         if not query.node_only:
             (self._breaker.failed if failed else self._breaker.succeeded)()
@@ -188,7 +188,7 @@ class StoreLookup:
         mine = [key for key, asked in self._asked.items() if asked.owner == most]
         key = max(mine, key=lambda key: self._asked[key].limit)
         given_up = self._asked.pop(key)
-        self._finder.drop(given_up.query)
+        self._finder.cancel(given_up.query)
         if not given_up.query.node_only:
             self._breaker.undecided()
 

@@ -214,7 +214,7 @@ class PageStore:
             for (i, pin), error in zip(pins.items(), errors, strict=True):
                 found[i] = error is None
                 if isinstance(error, (CorruptBlock, BlockMissing)):
-                    self._drop(blocks[i], error)
+                    self._invalidate(blocks[i], error)
                 self._index.unpin(pin)
             self._read += errors.count(None)
         return found
@@ -333,9 +333,9 @@ class PageStore:
         """Count a use of the pages that are held, and pin them; return the pins by position."""
         return {i: self._index.pin(self._name, blocks[i]) for i in self._use(blocks)}
 
-    def _drop(self, block: bytes, error: TierError) -> None:
+    def _invalidate(self, block: bytes, error: TierError) -> None:
         """Forget a page that is corrupt, or that a shared medium does not hold any more."""
-        self._index.removal.drop_subtree(self._name, block)
+        self._index.removal.invalidate(self._name, block)
         if not isinstance(error, CorruptBlock):
             return
         _log.warning("a stored page is corrupt and was dropped: %s", error)

@@ -102,7 +102,7 @@ class Finder(ABC):
         """
 
     @abstractmethod
-    def drop(self, query: StoreQuery) -> None:
+    def cancel(self, query: StoreQuery) -> None:
         """Cancel a query. What it has found so far stays valid."""
 
     @abstractmethod

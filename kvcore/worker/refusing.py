@@ -72,7 +72,7 @@ class RefusingWorker:
     def cancel(self, graph_id: int) -> None:
         pass
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
         pass
 
     def wait_report(self, timeout: float) -> bool:

@@ -232,7 +232,7 @@ class KVWorker:
     def cancel(self, graph_id: int) -> None:
         self.engine.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """Make slots of ``tier`` unreadable, now and after a restart. Blocks.
 
         If the tier cannot do it, that is logged.
@@ -241,7 +241,7 @@ class KVWorker:
             self.tiers[tier].invalidate(slot for run in slots for slot in range(*run))
         except (KeyError, TierError) as error:
             count = sum(stop - start for start, stop in slots)
-            _log.error("tier %s could not forget %d slots: %s", tier, count, error)
+            _log.error("tier %s could not invalidate %d slots: %s", tier, count, error)
 
     def wait_report(self, timeout: float) -> bool:
         """Block for a report, at most ``timeout`` seconds; return whether there is one."""

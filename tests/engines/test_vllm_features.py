@@ -338,8 +338,8 @@ def test_a_model_with_states_runs_untouched() -> None:
     """Short convolutions keep a state that token blocks cannot hold."""
     lfm2 = tiny_model("lfm2", layers=6)
     prompts = windows(lfm2, 4, 200, 700, seed=8)
-    # With its prefix cache on, vLLM cuts such a model's prefill at block borders, and its CPU kernel
-    # rotates heads by the cut: the twin has the same settings.
+    # With its prefix cache on, vLLM cuts such a model's prefill at block borders, and its kernel
+    # for CPUs rotates heads by the cut: the twin has the same settings.
     with engine(lfm2, None) as process:
         expected = [answers(process, prompts) for _ in range(2)]
     with engine(lfm2, HOST_ONLY) as process:

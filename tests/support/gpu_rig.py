@@ -61,8 +61,8 @@ class Local:
     def cancel(self, graph_id: int) -> None:
         self.worker.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self.worker.forget(tier, slots)
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.worker.invalidate(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:
         return self.worker.wait_report(timeout)

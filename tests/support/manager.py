@@ -64,7 +64,7 @@ class Media:
         self.reports: list[OpReport] = []
         self.fail_next: RowError | None = None
         self.dead: set[str] = set()
-        self.forgotten: list[tuple[str, list[SlotRun]]] = []
+        self.invalidated: list[tuple[str, list[SlotRun]]] = []
 
     def submit(self, graph: TransferGraph, lane: object = None) -> None:
         assert lane is None, "no adapter sends messages here"
@@ -77,8 +77,8 @@ class Media:
             self.todo.remove((graph, op))
             self._end(graph, op, dict.fromkeys(range(*op.rows), RowError.CANCELLED))
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self.forgotten.append((tier, list(slots)))
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self.invalidated.append((tier, list(slots)))
         for run in slots:
             for slot in range(*run):
                 self.tiers[tier].pop(slot, None)

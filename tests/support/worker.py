@@ -49,7 +49,7 @@ class ScriptedWorker:
     def __init__(self) -> None:
         self.submitted: list[int] = []
         self.cancelled: list[int] = []
-        self.forgotten: list[tuple[str, Sequence[Any]]] = []
+        self.invalidated: list[tuple[str, Sequence[Any]]] = []
         self.refusals = 0
         self.on_wait: Callable[[], None] = lambda: None
         self.on_cancel: Callable[[int], None] = self.cancelled.append
@@ -104,8 +104,8 @@ class ScriptedWorker:
     def cancel(self, graph_id: int) -> None:
         self.on_cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[Any]) -> None:
-        self.forgotten.append((tier, slots))
+    def invalidate(self, tier: str, slots: Sequence[Any]) -> None:
+        self.invalidated.append((tier, slots))
 
     def poll(self) -> list[OpReport]:
         reports, self._reports = self._reports, []

@@ -411,8 +411,8 @@ class Leader(LeaderCore[SglangFusionScheduler]):
 
     def _now(self) -> Order:
         """Return the queued work of the outbox. None of it touches the engine's pages."""
-        graphs, cancelled, forgotten = self._outbox.take()
-        return Order(forget=forgotten, cancel=cancelled, now=True, graphs=graphs)
+        graphs, cancelled, invalidated = self._outbox.take()
+        return Order(invalidate=invalidated, cancel=cancelled, now=True, graphs=graphs)
 
     def _send(self) -> None:
         """Let every rank carry out the queued work of the outbox."""

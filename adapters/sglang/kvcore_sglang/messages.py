@@ -33,7 +33,7 @@ class Order(WorkPlan, msgspec.Struct, array_like=True):
     @property
     def empty(self) -> bool:
         """True if there is no work. ``now``, ``at_once`` and ``hold`` do not count."""
-        return not (self.open_tiers or self.forget or self.cancel or self.graphs or self.blends)
+        return not (self.open_tiers or self.invalidate or self.cancel or self.graphs or self.blends)
 
 
 ORDERS = Codec(Order, "an order")

@@ -56,7 +56,7 @@ class WorkerConnector(StepWorker[str]):
     # -- orders -----------------------------------------------------------------------------
 
     def carry_out(self, order: Order) -> None:
-        """Carry out an order without its loads. Does I/O only to open tiers and forget slots.
+        """Carry out an order without its loads. Does I/O only to open tiers and invalidate slots.
 
         After an error of kvcore on this rank, graphs are refused, and the leader stops. Raises
         TransferError as `RankGuard.run` does.

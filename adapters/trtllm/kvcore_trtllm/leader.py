@@ -381,7 +381,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         for data in output.cached_requests:
             self._guard.run("the plan of a request", partial(self._go_on, data), None)
         plan = self._plan
-        graphs, plan.cancel, plan.forget = self._outbox.take()
+        graphs, plan.cancel, plan.invalidate = self._outbox.take()
         plan.spills += graphs
         if self._unsure:
             return self.last_plan(output)

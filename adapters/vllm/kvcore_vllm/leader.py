@@ -379,7 +379,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
                 self._save_computed(tracked, output)
         plan = self._plan
         self._stamp(plan)
-        spills, plan.cancel, plan.forget = self._outbox.take()
+        spills, plan.cancel, plan.invalidate = self._outbox.take()
         plan.spills += spills
         plan.fence = self._fences(plan, output)
         if self._fusion is not None:

@@ -52,7 +52,7 @@ def failing_plan(
         unsent += withdraw(made, name)
     plan = StepPlan(
         open_tiers=made.open_tiers,
-        forget=made.forget,
+        invalidate=made.invalidate,
         cancel=made.cancel,
         fence=sorted(in_use - {graph.graph_id for graph in unsent}),
         failed_loads=[*made.failed_loads, *dict.fromkeys(lost)],

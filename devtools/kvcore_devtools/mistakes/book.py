@@ -92,7 +92,7 @@ MISTAKES = (
         old=(
             "            if reservation.revoked and tier in self._records:\n"
             "                self._records[tier].landed(reservation.slots[live:].tolist())\n"
-            "            self._transport.forget(tier, slot_runs(reservation.slots[live:]))\n"
+            "            self._transport.invalidate(tier, slot_runs(reservation.slots[live:]))\n"
         ),
         new="            pass\n",
         found_by=(

@@ -91,7 +91,7 @@ class Media:
     def cancel(self, graph_id: int) -> None:
         """Do nothing, because no load misses its deadline here."""
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
         """Do nothing, because there are no bytes to make unreadable."""
 
     def wait_report(self, timeout: float) -> bool:

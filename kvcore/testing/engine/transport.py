@@ -56,9 +56,9 @@ class DirectTransport:
         for worker in self.workers:
             worker.cancel(graph_id)
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
         for worker in self.workers:
-            worker.forget(tier, slots)
+            worker.invalidate(tier, slots)
 
     def wait_report(self, timeout: float) -> bool:
         """Block for at most ``timeout`` seconds for a report. Return True if there is one."""

@@ -121,8 +121,8 @@ DISK = [
     Cell((_SLOW_READ,), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LOST), _SLOW_READ), "aborting"),
     Cell((_rule(Seam.CANCEL, Fault.LATENCY), _SLOW_READ), "aborting"),
-    Cell((Rule(Fault.LOST, Seam.FORGET),), "clearing"),
-    Cell((Rule(Fault.LATENCY, Seam.FORGET, seconds=0.02),), "clearing"),
+    Cell((Rule(Fault.LOST, Seam.INVALIDATE),), "clearing"),
+    Cell((Rule(Fault.LATENCY, Seam.INVALIDATE, seconds=0.02),), "clearing"),
 ]
 """Cells for loads, saves and messages, with a disk tier below host memory.
 """

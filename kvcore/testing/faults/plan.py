@@ -82,7 +82,7 @@ class Seam(str, Enum):
     """A copy by the device operations."""
     SUBMIT = "submit"
     CANCEL = "cancel"
-    FORGET = "forget"
+    INVALIDATE = "invalidate"
     """A message from the leader to the workers."""
     REPORT = "report"
     """A message from the workers to the leader."""
@@ -110,7 +110,7 @@ FITS: dict[Seam, frozenset[Fault]] = {
     Seam.DEVICE: _CALL,
     Seam.SUBMIT: _TIME | {Fault.LOST},
     Seam.CANCEL: _TIME | {Fault.LOST},
-    Seam.FORGET: _TIME | {Fault.LOST},
+    Seam.INVALIDATE: _TIME | {Fault.LOST},
     Seam.REPORT: _TIME | {Fault.REORDER, Fault.LOST},
     Seam.STORE_GET: _CALL | {Fault.SHORT_READ, Fault.BIT_FLIP},
     Seam.STORE_PUT: _CALL | {Fault.TORN_WRITE, Fault.BIT_FLIP, Fault.FULL, Fault.LOST},

@@ -63,7 +63,7 @@ def _faulty(tier: Tier, faults: Faults) -> FaultyTier:
 
 def into_outbox(outbox: Outbox, faults: Faults) -> None:
     """Put faults into the messages of a leader that sends them once a step."""
-    _tamper(outbox, ("submit", "cancel", "forget"), faults)
+    _tamper(outbox, ("submit", "cancel", "invalidate"), faults)
 
 
 def into_reports(worker: KVWorker, faults: Faults) -> None:
@@ -141,8 +141,8 @@ class FaultyMessages:
     def cancel(self, graph_id: int) -> None:
         self._unless_lost(Seam.CANCEL, lambda: self.inner.cancel(graph_id))
 
-    def forget(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self._unless_lost(Seam.FORGET, lambda: self.inner.forget(tier, slots))
+    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
+        self._unless_lost(Seam.INVALIDATE, lambda: self.inner.invalidate(tier, slots))
 
     def wait_report(self, timeout: float) -> bool:
         return bool(self._held) or self.inner.wait_report(timeout)

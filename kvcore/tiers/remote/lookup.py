@@ -129,7 +129,7 @@ class StoreFinder(Finder):
             self._changed.notify_all()
         return query
 
-    def drop(self, query: StoreQuery) -> None:
+    def cancel(self, query: StoreQuery) -> None:
         """Cancel a query. What it has found so far stays valid."""
         with self._changed:
             query.ended = True

@@ -96,9 +96,9 @@ def test_orders_of_a_point_wait_for_it_and_come_in_order(line: Line) -> None:
 
 def test_an_order_for_now_is_carried_out_at_once(line: Line) -> None:
     """Also while no point of the schedule is reached, and it is none of its orders."""
-    line.leader.send(Order(now=True, forget=[("disk", [SlotRun(4, 6)])]))
+    line.leader.send(Order(now=True, invalidate=[("disk", [SlotRun(4, 6)])]))
     assert line.worker.carried.wait(WAIT_S)
-    assert line.worker.orders == [Order(now=True, forget=[("disk", [SlotRun(4, 6)])])]
+    assert line.worker.orders == [Order(now=True, invalidate=[("disk", [SlotRun(4, 6)])])]
     line.leader.send(Order(cancel=[9]))
     assert next_order(line).cancel == [9]
 

@@ -38,9 +38,9 @@ def test_an_order_that_fails_is_refused_and_so_is_all_that_follows(
     assert refused(worker) == SAVES, "the leader waits for none of them, and stops"
     assert gate.stopped == "an error in an order"
 
-    worker.carry_out(Order(graphs=[load_graph(4)], forget=[("disk", [(0, 4)])]))
+    worker.carry_out(Order(graphs=[load_graph(4)], invalidate=[("disk", [(0, 4)])]))
     assert refused(worker) == [4]
-    assert scripted.forgotten == [("disk", [(0, 4)])], "it would be found after a restart"
+    assert scripted.invalidated == [("disk", [(0, 4)])], "it would be found after a restart"
     index = gate.start([load_graph(5)])
     gate.set_consumer(index)
     assert not gate.finish(index)

@@ -126,8 +126,8 @@ def test_what_is_cleared_is_unreadable_on_a_rank_that_has_stopped() -> None:
     def run(rank: Rank) -> list[Any]:
         rank.break_down()
         rank.step(StepPlan())
-        rank.step(StepPlan(forget=[("disk", [(0, 4)])]))
-        return rank.scripted.forgotten
+        rank.step(StepPlan(invalidate=[("disk", [(0, 4)])]))
+        return rank.scripted.invalidated
 
     assert used(run) == [[("disk", [(0, 4)])]] * RANKS
 

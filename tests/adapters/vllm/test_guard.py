@@ -335,8 +335,8 @@ def test_what_is_cleared_is_unreadable_on_a_rank_that_has_stopped(
         patch.setattr(worker, inside, boom)
         step(guard, StepPlan(sync_loads=[load_graph(1)]))
     assert guard.stopped
-    step(guard, StepPlan(forget=[("disk", [(0, 4)])]))
-    assert scripted.forgotten == [("disk", [(0, 4)])]
+    step(guard, StepPlan(invalidate=[("disk", [(0, 4)])]))
+    assert scripted.invalidated == [("disk", [(0, 4)])]
 
 
 @pytest.mark.parametrize("inside", CALLS)

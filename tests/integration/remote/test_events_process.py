@@ -167,7 +167,7 @@ def play(index: BlockIndex, seed: int, steps: int) -> Iterator[None]:
         elif act < 0.85:
             index.evictions.evict(tier, picks.randint(1, 4))
         elif act < 0.98:
-            index.removal.drop_subtree(tier, keys[-1])
+            index.removal.invalidate(tier, keys[-1])
         else:
             index.removal.clear(tier=tier)
         yield

@@ -26,7 +26,7 @@ class Metadata(PlanMetadata[WorkPlan]):
 def test_a_plan_without_work_is_no_bytes() -> None:
     assert Metadata.of(WorkPlan()).payload == b""
     assert Metadata().plan() == WorkPlan()
-    plan = WorkPlan(cancel=[1], forget=[("disk", [(2, 5)])])
+    plan = WorkPlan(cancel=[1], invalidate=[("disk", [(2, 5)])])
     assert Metadata.of(plan).plan() == plan
     with pytest.raises(FormatError, match="not a plan of"):
         Metadata(b"\xc1").plan()

@@ -144,10 +144,10 @@ def test_a_pump_brings_reports() -> None:
 
 def test_what_is_to_be_forgotten_is_copied() -> None:
     outbox, slots = Outbox(), slot_runs([1, 2])
-    outbox.forget("disk", slots)
+    outbox.invalidate("disk", slots)
     outbox.cancel(7)
     slots.clear()
-    assert (outbox.forgotten, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
+    assert (outbox.invalidated, outbox.cancelled) == ([("disk", [(1, 3)])], [7])
 
 
 def test_what_was_taken_waits_no_more() -> None:
@@ -155,6 +155,6 @@ def test_what_was_taken_waits_no_more() -> None:
     graph: Any = object()
     outbox.submit(graph)
     outbox.cancel(7)
-    outbox.forget("disk", slot_runs([1]))
+    outbox.invalidate("disk", slot_runs([1]))
     assert outbox.take() == ([graph], [7], [("disk", [(1, 2)])])
     assert outbox.take() == ([], [], [])

@@ -83,7 +83,7 @@ class EventMachine(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from([*TIERS]), path=paths)
     def drop(self, tier: str, path: Path) -> None:
-        self.index.removal.drop_subtree(tier, keys_of(path)[-1])
+        self.index.removal.invalidate(tier, keys_of(path)[-1])
 
     @rule()
     def clear(self) -> None:

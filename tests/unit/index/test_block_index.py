@@ -97,7 +97,7 @@ def test_a_parent_inherits_from_a_dropped_child() -> None:
     store(index, "host", (0,))
     store(index, "host", (1,))
     store(index, "host", (0, 0))
-    index.removal.drop_subtree("host", key_of((0, 0)))
+    index.removal.invalidate("host", key_of((0, 0)))
     assert [path_of(block.key) for block in index.evictions.evict("host", 1)] == [(1,)]
 
 
@@ -202,7 +202,7 @@ def test_a_dropped_block_keeps_its_slots_while_it_is_pinned() -> None:
     index = make(3)
     store(index, "host", (0, 0, 0))
     deep, shallow = index.pin("host", key_of((0, 0, 0))), index.pin("host", key_of((0, 0)))
-    assert len(index.removal.drop_subtree("host", key_of((0, 0)))) == 2
+    assert len(index.removal.invalidate("host", key_of((0, 0)))) == 2
     assert index.match(keys_of((0, 0, 0))).depth == 1
     assert index.num_free("host") == 0
     index.unpin(deep)
@@ -216,9 +216,9 @@ def test_a_pin_on_a_dropped_block_still_protects_its_ancestors() -> None:
     index = make(2)
     store(index, "host", (0, 0))
     pin = index.pin("host", key_of((0, 0)))
-    index.removal.drop_subtree("host", key_of((0, 0)))
+    index.removal.invalidate("host", key_of((0, 0)))
     assert index.evictions.evict("host", 1) == []
-    index.removal.drop_subtree("host", key_of((0,)))
+    index.removal.invalidate("host", key_of((0,)))
     assert index.num_free("host") == 0
     index.unpin(pin)
     assert index.num_free("host") == 2

@@ -277,7 +277,7 @@ class IndexMachine(RuleBasedStateMachine):
         twin = self.twins[tier]
         doomed = twin.below(path) if path in twin.filled else []
         published = {key_of(p) for p in doomed if twin.visible(p)}
-        gone = self.index.removal.drop_subtree(tier, key_of(path))
+        gone = self.index.removal.invalidate(tier, key_of(path))
         assert {block.key for block in gone} == published
         self.give_up(tier, doomed)
 
@@ -287,7 +287,7 @@ class IndexMachine(RuleBasedStateMachine):
         twin = self.twins[tier]
         doomed = sorted({p for path in chosen if path in twin.filled for p in twin.below(path)})
         published = {key_of(p) for p in doomed if twin.visible(p)}
-        gone = self.index.removal.drop_subtrees(tier, map(key_of, chosen))
+        gone = self.index.removal.delete(tier, map(key_of, chosen))
         assert {block.key for block in gone} == published
         self.give_up(tier, doomed)
 

@@ -15,7 +15,7 @@ def on_disk() -> ManagerRig:
     rig = ManagerRig()
     rig.save(KEYS)
     rig.drain()
-    rig.manager.invalidation.drop(HOST, KEYS[:1])
+    rig.manager.invalidation.delete(HOST, KEYS[:1])
     return rig
 
 

@@ -41,7 +41,7 @@ class Writing:
         self.second = self.index.lifecycle.reserve("far", KEYS, 2, 4, NAMESPACE)
 
     def end(self, reservation: Reservation, failed_from: int | None = None) -> None:
-        self.invalidation.forget_dropped(reservation)
+        self.invalidation.invalidate_removed(reservation)
         self.index.lifecycle.commit(reservation, failed_from)
         self.index.check_integrity()
 
@@ -59,7 +59,7 @@ def test_what_stands_on_a_write_that_failed_is_nobodys_to_remove(writing: Writin
 
 def test_what_stands_on_a_block_that_was_lost_is_nobodys_to_remove(writing: Writing) -> None:
     writing.end(writing.first)
-    writing.invalidation.lose("far", KEYS[1])
+    writing.invalidation.invalidate("far", KEYS[1])
     writing.end(writing.second)
     assert not writing.lookup.deleted
 
@@ -71,7 +71,7 @@ def test_what_was_cleared_while_it_was_written_is_removed(
 ) -> None:
     writing.end(writing.first, failed_from=1 if failed else None)
     if how == "drop":
-        writing.invalidation.drop("far", KEYS[:1])
+        writing.invalidation.delete("far", KEYS[:1])
     elif how == "clear of a namespace":
         writing.invalidation.clear(NAMESPACE)
     else:
@@ -153,9 +153,9 @@ def test_removal_on_request_counts_as_cleared_and_not_as_evicted(
     rig.save(KEYS)
     rig.drain()
     if how == "drop":
-        rig.manager.invalidation.drop(HOST, KEYS[1:2])
+        rig.manager.invalidation.delete(HOST, KEYS[1:2])
     elif how == "discard":
-        rig.manager.invalidation.discard(HOST, KEYS)
+        rig.manager.invalidation.evict(HOST, KEYS)
     else:
         rig.manager.clear(
             NAMESPACE if how == "clear of a namespace" else None,
@@ -170,7 +170,7 @@ def test_a_lost_block_and_its_descendants_count_as_lost_and_not_as_evicted() -> 
     rig = ManagerRig()
     rig.save(KEYS)
     rig.drain()
-    rig.manager.invalidation.lose("disk", KEYS[1])
+    rig.manager.invalidation.invalidate("disk", KEYS[1])
     counted = rig.metrics.snapshot()
     assert counted.get(LOST) == {"disk": 3}
     assert not {EVICTED, CLEARED} & set(counted)

@@ -414,7 +414,7 @@ def test_a_cleared_tier_is_told_in_a_few_words() -> None:
     rig.save(chain(1, 2, 3))
     rig.drain()
     rig.manager.clear()
-    assert rig.media.forgotten == [("disk", [(0, 1_000_000)])]
+    assert rig.media.invalidated == [("disk", [(0, 1_000_000)])]
     assert not rig.media.tiers["disk"]
 
 
@@ -465,7 +465,7 @@ def on_disk(rig: ManagerRig, keys: list[bytes]) -> None:
     """Put blocks into the disk tier only."""
     rig.save(keys)
     rig.drain()
-    rig.manager.invalidation.discard(HOST, keys)
+    rig.manager.invalidation.evict(HOST, keys)
     assert rig.manager.get_match(keys, NAMESPACE).blocks_by_tier() == {"disk": len(keys)}
 
 
@@ -524,8 +524,8 @@ def test_what_goes_on_in_a_remote_tier_goes_through_host_memory() -> None:
     on_disk(rig, keys[:2])
     rig.save(keys)
     rig.drain()
-    rig.manager.invalidation.discard(HOST, keys)
-    rig.manager.invalidation.discard("disk", keys[2:])
+    rig.manager.invalidation.evict(HOST, keys)
+    rig.manager.invalidation.evict("disk", keys[2:])
     found = rig.manager.get_match(keys, NAMESPACE).blocks_by_tier()
     assert found == {"disk": 2, "far": 2}
     graph = rig.load(keys)

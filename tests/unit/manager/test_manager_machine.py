@@ -113,10 +113,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def take_out(self, names: list[int], tier: str, below: bool) -> None:
         manager, keys = self.rig.manager, chain(*names)
         if below:
-            manager.invalidation.drop(tier, keys[-1:])
+            manager.invalidation.delete(tier, keys[-1:])
             assert manager.index.held(tier, keys) < len(keys)
         else:
-            manager.invalidation.discard(tier, keys)
+            manager.invalidation.evict(tier, keys)
 
     @rule(tier=st.sampled_from([HOST, "disk"]), blocks=st.none() | st.integers(0, 10))
     def set_quota(self, tier: str, blocks: int | None) -> None:

@@ -30,7 +30,7 @@ CANNOT = {
     (Seam.REPORT, Fault.LOST): "reports come by a call, or with the engine's own messages",
     (Seam.SUBMIT, Fault.HANG): "the engine's own thread",
     (Seam.CANCEL, Fault.HANG): "the engine's own thread",
-    (Seam.FORGET, Fault.HANG): "the engine's own thread",
+    (Seam.INVALIDATE, Fault.HANG): "the engine's own thread",
     (Seam.REPORT, Fault.HANG): "the engine's own thread",
 }
 """Cells that there are not, and why. Killed processes are in test_crash.py."""
@@ -203,7 +203,7 @@ def provoke(engine: ReferenceEngine, seam: Seam) -> None:
     """What traffic alone does not do: clear everything, or give up a load."""
     assert engine.leader is not None
     for _ in range(4):
-        if seam is Seam.FORGET:
+        if seam is Seam.INVALIDATE:
             engine.settle()
             engine.leader.clear()
             engine.generate(prompts()[:2], ANSWER)

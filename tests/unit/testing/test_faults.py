@@ -304,7 +304,7 @@ class Line:
     def cancel(self, graph_id: int) -> None:
         self.told.append(graph_id)
 
-    def forget(self, tier: str, slots: object) -> None:
+    def invalidate(self, tier: str, slots: object) -> None:
         self.told.append((tier, slots))
 
     def wait_report(self, timeout: float) -> bool:
@@ -319,7 +319,7 @@ def test_messages_are_lost() -> None:
     line, faults = Line(), Faults(Rule(Fault.LOST, Seam.CANCEL), Rule(Fault.LOST, Seam.REPORT))
     messages = FaultyMessages(line, faults)
     messages.cancel(3)
-    messages.forget("disk", [SlotRun(1, 2)])
+    messages.invalidate("disk", [SlotRun(1, 2)])
     line.reports = [OpReport(1, 0, {})]
     assert line.told == [("disk", [(1, 2)])]
     assert messages.poll() == []

@@ -34,7 +34,7 @@ SEAMS = (
     Seam.FILE_WRITE,
     Seam.RECORD,
     Seam.SUBMIT,
-    Seam.FORGET,
+    Seam.INVALIDATE,
     Seam.REPORT,
 )
 

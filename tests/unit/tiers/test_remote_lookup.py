@@ -287,7 +287,7 @@ def test_blocks_dropped_while_it_was_asked_make_no_hole(leader: Leader, store: F
     assert leader.find(keys_of(range(3))) == 3
     keys = keys_of(range(6))
     assert leader.lookup.ask(keys)
-    leader.index.removal.drop_subtree("far", keys[1])
+    leader.index.removal.invalidate("far", keys[1])
     assert leader.find(keys) == 1
 
 
@@ -311,7 +311,7 @@ def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject
                 assert all(there[before:after])
             if after and data.draw(st.booleans()):
                 gone = data.draw(st.integers(0, after - 1))
-                leader.index.removal.drop_subtree("far", keys[gone])
+                leader.index.removal.invalidate("far", keys[gone])
                 leader.lookup.absent(keys[gone])
             leader.now += data.draw(st.sampled_from([0.1, 20]))
     finally:

@@ -366,7 +366,7 @@ engine = ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False), config)
 serve(engine, words(1, 100))
 engine.settle()
 until(lambda: any(tier.scan() for made in engine.workers for tier in made.worker.tiers.values()))
-engine.leader.manager.transport.forget = lambda *_: None  # it would go with the next step
+engine.leader.manager.transport.invalidate = lambda *_: None  # it would go with the next step
 engine.leader.manager.clear()
 from pathlib import Path
 until(lambda: list(Path(sys.argv[1]).rglob("cleared")))
@@ -407,6 +407,6 @@ def test_a_disk_that_fails_while_it_is_cleared(
         patch.setattr(DiskTier, "invalidate", fails)
         engine.leader.manager.clear()
         engine.settle()
-    assert "could not forget" in caplog.text
+    assert "could not invalidate" in caplog.text
     engine.close()
     assert reused(tmp_path) == {}
