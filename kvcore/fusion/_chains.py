@@ -147,12 +147,14 @@ class Chains:
         """Add unknown blocks. Return their segment, and the part of the piece that is new.
 
         The blocks extend the segment that ends before them, which makes their head redundant. If
-        there is none, they become a new segment named ``segment_id``.
+        there is none, they become a new segment named ``segment_id``. A record of a file may lack
+        their head, because the segment before them had been cut when it was written.
         """
         segment = self._ending_before(piece)
-        most_head = 0 if segment is not None else self.index.min_tokens - 1
-        piece = piece.part(0, len(piece.keys), most_head)
-        if segment is None:
+        if segment is not None:
+            piece = piece.part(0, len(piece.keys), 0)
+        else:
+            piece = self._headed(piece).part(0, len(piece.keys), self.index.min_tokens - 1)
             segment = self.segments[segment_id] = Segment(segment_id, piece)
             self._branch(segment, piece)
         self._register(segment, piece.keys)
@@ -237,6 +239,18 @@ class Chains:
         node = self._keys.get(piece.parent) if piece.first else None
         owner = self._owners[node] if node is not None else None
         return owner if owner is not None and owner.stop == piece.first else None
+
+    def _headed(self, piece: ChainPiece) -> ChainPiece:
+        """Return the piece with all of its head that the segment it branches off from knows."""
+        node = self._keys.get(piece.parent) if piece.first else None
+        owner = self._owners[node] if node is not None else None
+        if owner is None or piece.head >= self.index.min_tokens - 1:
+            return piece
+        before = self.tokens(owner)[: piece.first * self.block_tokens - self.token_start(owner)]
+        if len(before) <= piece.head:
+            return piece
+        more = before[: len(before) - piece.head]
+        return piece._replace(head=len(before), tokens=np.concatenate((more, piece.tokens)))
 
     def _branch(self, segment: Segment, piece: ChainPiece) -> None:
         if segment.first:

@@ -92,6 +92,27 @@ def test_a_restart_loses_nothing(
         segments.close()
 
 
+@pytest.mark.parametrize("other", [[0] * 9, [0, 0, *range(1, 8)]], ids=["shares", "parts"])
+def test_blocks_behind_a_cut_that_the_file_does_not_know_are_found(
+    path: Path, other: list[int]
+) -> None:
+    """The record of the other blocks has no head: they went on where the segment was cut."""
+    segments = Segments(1, min_tokens=9, path=path)
+    tier = Tier(1)
+    tier.store(segments, SPACES[0], [0] * 8 + [1])
+    for key in keys_of([0] * 8 + [1], 1)[2:]:
+        del tier.blocks[key]
+    assert segments.find(SPACE, [0] * 8 + [1], tier.blocks.__contains__) == []
+    tier.store(segments, SPACES[0], other)
+    for _ in range(2):
+        segments.close()
+        segments = Segments(1, min_tokens=9, path=path)
+        segments.check_integrity()
+        found = segments.find(SPACE, other, tier.blocks.__contains__)
+        assert [(run.prompt_start, run.length) for run in found] == [(0, 9)]
+    segments.close()
+
+
 def test_the_file_is_as_specified(path: Path) -> None:
     """Written out here byte by byte: it is read by engines to come."""
     prompt, tokens = list(range(100, 170)), np.arange(100, 170, dtype="<u4")
