@@ -46,8 +46,15 @@ class Ingredient(NamedTuple):
     trtllm: str
 
 
-def _told(what: str, *, vllm: str, sglang: str, trtllm: str) -> dict[str, Any]:
-    return {"told": (what, vllm, sglang, trtllm)}
+def _told(
+    what: str, *, vllm: str, sglang: str, trtllm: str, younger: bool = False
+) -> dict[str, Any]:
+    """Describe an ingredient.
+
+    One that is ``younger`` than the format is left out of a digest where it is None, so that what
+    was stored before it existed is still found.
+    """
+    return {"told": (what, vllm, sglang, trtllm), "younger": younger}
 
 
 def ingredients(record: type) -> tuple[Ingredient, ...]:
@@ -57,7 +64,12 @@ def ingredients(record: type) -> tuple[Ingredient, ...]:
 
 
 def _digest(record: Any, kind: bytes) -> bytes:
-    values = [[name, getattr(record, name)] for name, *_ in ingredients(type(record))]
+    told = [(item, getattr(record, item.name)) for item in fields(record) if item.metadata]
+    values = [
+        [item.name, value]
+        for item, value in told
+        if value is not None or not item.metadata["younger"]
+    ]
     return hashlib.sha256(_FORMAT + kind + canonical_bytes(values)).digest()[:KEY_BYTES]
 
 
@@ -176,6 +188,16 @@ class ModelIdentity:
             vllm="target modules, type, and the layout of experts",
             sglang="none: KV of an adapter is this engine's alone",
             trtllm="none: they choose memory and kernels",
+        )
+    )
+    draft: object | None = field(
+        metadata=_told(
+            "the model that drafts tokens for speculation, if its KV is stored with the model's",
+            vllm="method, configuration, weights, loading and types of the draft model, and "
+            "whether it drafts in parallel",
+            sglang="speculation runs untouched",
+            trtllm="speculation runs untouched",
+            younger=True,
         )
     )
     own: object | None = field(

@@ -19,6 +19,7 @@ _PLAIN: dict[str, Any] = {
     "windows": None,
     "attention": None,
     "lora": None,
+    "draft": None,
     "own": None,
     "alone": (),
 }

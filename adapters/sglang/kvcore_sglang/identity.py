@@ -121,6 +121,7 @@ def model_identity(server_args: Any, config: Any, dtype: str, model: Any) -> Mod
         windows=_windows(model),
         attention=None,
         lora=None,
+        draft=None,
         own=_own(server_args, config),
         alone=tuple(why for why in reasons if why),
     )

@@ -142,6 +142,7 @@ def model_identity(
         windows=None,
         attention=_latent(config),
         lora=None,
+        draft=None,
         own=_own(llm_args, environment, folder),
         alone=tuple(reasons),
     )

@@ -38,10 +38,11 @@ from kvcore.plugins.attention import AttentionHook
 from kvcore.runtime.build import load_plugins
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
+from kvcore_vllm.describe import lookahead
 from kvcore_vllm.fusion import VllmLayers, collectives, find_worker, ropes_of
 from kvcore_vllm.fusion_scheduler import VllmFusionScheduler
 from kvcore_vllm.handover import Handover
-from kvcore_vllm.identity import media_identity
+from kvcore_vllm.identity import draft_of, media_identity
 from kvcore_vllm.layout import group_view
 from kvcore_vllm.leader import Leader
 from kvcore_vllm.round_trip import verify
@@ -112,6 +113,7 @@ def build_scheduler_side(
         in_step=in_step,
         layerwise=layerwise,
         media=_media(vllm_config),
+        lookahead=lookahead(vllm_config),
     )
     return side
 
@@ -264,6 +266,8 @@ def _hook_attention(
             raise UnsupportedError("attention hooks are for K and V of one group of pages")
         if len(model.stages) > 1:
             raise UnsupportedError("attention hooks are not for pipeline stages")
+        if draft_of(vllm_config) is not None:
+            raise UnsupportedError("attention hooks are not for models with a draft model")
         runner = find_worker(vllm_config).model_runner
         v2 = vllm_config.use_v2_model_runner
         if not v2 and not hasattr(getattr(runner, "input_batch", None), "req_ids"):

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcore.errors import UnsupportedError
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
-from kvcore_vllm.identity import model_identity
+from kvcore_vllm.identity import draft_of, model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +33,12 @@ _SERVED_SPECS = frozenset(
     {FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec}
 )
 """Exact types: a subclass keeps something else in its pages (sinks, hidden states, a pool)."""
+
+_SERVED_DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose draft model keeps KV of every token, as a layer of the model does."""
+
+_DRAFT_PREFIX = "draft_model."
+"""Begins the names of the layers of a draft model that counts its layers from 0."""
 
 _SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
 """vLLM's modes whose pages hold K and V only. The other modes pack scales beside the values."""
@@ -53,10 +59,6 @@ def describe(
     spec = specs[0]
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
-    if mla and tp > 1:
-        raise UnsupportedError(
-            f"MLA with tensor_parallel_size={tp}: every rank holds the same latent; use 1"
-        )
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
@@ -90,14 +92,45 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+    """Raise UnsupportedError if a draft model keeps anything but KV of layers like the model's."""
+    draft, speculative = draft_of(vllm_config), vllm_config.speculative_config
+    if draft is None or speculative is None:
         return
-    if speculative.method not in ("ngram", "suffix", "ngram_gpu"):
+    if speculative.method not in _SERVED_DRAFTS:
         raise UnsupportedError(
-            f"speculative decoding by {speculative.method!r} keeps KV of a draft model, which "
-            "kvcore does not store; 'ngram' and 'suffix' are served"
+            f"speculative decoding by {speculative.method!r}; kvcore serves "
+            f"{', '.join(_SERVED_DRAFTS)}, 'ngram' and 'suffix'"
         )
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            f"a draft model with pipeline_parallel_size={parallel.pipeline_parallel_size}: its "
+            "layers are on the last stage only; use 1, or 'ngram'"
+        )
+    told = speculative.draft_parallel_config.tensor_parallel_size
+    if told != parallel.tensor_parallel_size:
+        raise UnsupportedError(
+            f"draft_tensor_parallel_size={told} with "
+            f"tensor_parallel_size={parallel.tensor_parallel_size}: kvcore serves equal ones"
+        )
+    heads = [c.get_total_num_kv_heads() for c in (vllm_config.model_config, draft)]
+    if not draft.use_mla and heads[0] != heads[1]:
+        raise UnsupportedError(
+            f"a draft model of {heads[1]} KV heads beside a model of {heads[0]}: kvcore serves "
+            "layers with equal heads"
+        )
+
+
+def lookahead(vllm_config: VllmConfig) -> int:
+    """Return how many tokens after a position shape the draft model's KV of that position.
+
+    EAGLE and MTP draft from the model's state at a position *and* the token after it, which is not
+    part of a block's key. A draft model of its own sees what the model sees.
+    """
+    draft, speculative = draft_of(vllm_config), vllm_config.speculative_config
+    if draft is None or speculative is None or not speculative.use_eagle():
+        return 0
+    return int(getattr(draft.hf_config, "n_predict", None) or 1)
 
 
 def _check_page_writers(kv_cache_config: KVCacheConfig) -> None:
@@ -158,15 +191,16 @@ def _whole_group(groups: Sequence[LayerGroup], stages: Sequence[tuple[int, int]]
 def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
     from vllm.model_executor.models.utils import extract_layer_index
 
-    order: dict[int, str] = {}
+    found: dict[str, int] = {}
     for group in kv_cache_config.kv_cache_groups:
         _check_group(group)
-        for name in group.layer_names:
-            layer = extract_layer_index(name)
-            if layer in order:
-                raise UnsupportedError(f"two caches in layer {layer}: {order[layer]} and {name}")
-            order[layer] = name
-    canonical = {order[layer]: i for i, layer in enumerate(sorted(order))}
+        found |= {name: extract_layer_index(name) for name in group.layer_names}
+    # A draft model counts its layers on, or anew from 0.
+    order = sorted(found, key=lambda name: (name.startswith(_DRAFT_PREFIX), found[name], name))
+    numbers = [found[name] for name in order if not name.startswith(_DRAFT_PREFIX)]
+    if len(set(numbers)) < len(numbers):
+        raise UnsupportedError(f"two caches in a layer: {order}")
+    canonical = {name: i for i, name in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         names = tuple(sorted(group.layer_names, key=canonical.__getitem__))
@@ -177,8 +211,8 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
 
 def _check_group(group: Any) -> None:
     """Raise UnsupportedError if a cache group is not the KV of the model's own layers."""
-    if not group.enable_kv_transfer or group.is_eagle_group:
-        raise UnsupportedError("a cache group that is rebuilt or belongs to a draft model")
+    if not group.enable_kv_transfer:
+        raise UnsupportedError("a cache group that vLLM rebuilds instead of loading it")
     if getattr(group, "host_resident", False):
         raise UnsupportedError("a cache group that vLLM keeps in host memory (host_resident)")
     role = getattr(group, "role", "default")

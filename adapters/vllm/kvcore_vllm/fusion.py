@@ -33,6 +33,7 @@ from kvcore.fusion.rope import Rope, rope_of
 from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHook
 from kvcore_vllm.attention import check_writes, lent
 from kvcore_vllm.engine import TRIED, verdict
+from kvcore_vllm.identity import draft_of
 from kvcore_vllm.probes import FUSION, LORA
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
         raise UnsupportedError(
             "pipeline stages are not supported by fusion, which needs all layers on a rank: set "
             f"pipeline_parallel_size to 1, or {PREFIXES_ONLY}"
+        )
+    if draft_of(vllm_config) is not None:
+        raise UnsupportedError(
+            "a draft model is not supported by fusion, which would leave the draft's layers without "
+            f"KV; set speculative_config to 'ngram', or {PREFIXES_ONLY}"
         )
     if config.get_sliding_window() is not None:
         raise UnsupportedError(f"sliding windows are not supported by fusion; {PREFIXES_ONLY}")

@@ -18,9 +18,9 @@ from kvcore.model.ingredients import MediaIdentity, ModelIdentity, kv_fields, sp
 from kvcore.model.weights import fingerprint_code, fingerprint_files
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-__all__ = ["media_identity", "model_identity", "quantised_type"]
+__all__ = ["draft_of", "media_identity", "model_identity", "quantised_type"]
 
 _FILE_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral"}
@@ -31,6 +31,9 @@ _MISTRAL = "consolidated*.safetensors"
 
 _OTHER_FILES = frozenset({"pt", "npcache", "sharded_state", "bitsandbytes", "gguf"})
 """Ways that read other files of a folder, or read them otherwise."""
+
+_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
+"""Methods of speculative decoding that keep no KV of their own."""
 
 _WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
 """Fields that vLLM adds to a quantisation config while it loads the weights."""
@@ -44,31 +47,33 @@ def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> Model
     """
     model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
-    config, _ = split_config(*_configs(vllm_config))
-    weights, alone = _weights(vllm_config)
+    config, _ = split_config(*_configs(model))
+    weights, alone = _weights(model, vllm_config.load_config)
+    draft, unknown = _draft(vllm_config)
     plain = not specs or specs[0].kv_quant_mode.name == "NONE"
     scales, unscaled = (None, "") if plain else _kv_scales(vllm_config)
     return ModelIdentity(
         config=config,
         weights=weights.digest,
-        load=_load(vllm_config),
-        code=_code(vllm_config),
+        load=_load(model, vllm_config.load_config),
+        code=_code(model),
         compute_dtype=str(model.dtype),
-        quantization=_quantization(vllm_config),
+        quantization=_quantization(model, vllm_config.load_config),
         kv_dtype=_stored_type(vllm_config, specs[0]) if specs else str(model.dtype),
         kv_scales=scales,
         rope=rope_rule(text, "vllm", model.max_model_len),
         windows=_windows(vllm_config, specs),
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
+        draft=draft,
         own=_own(vllm_config),
-        alone=tuple(why for why in (weights.alone, alone, unscaled) if why),
+        alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
     )
 
 
 def media_identity(vllm_config: VllmConfig) -> MediaIdentity:
     """Return what shapes the KV of media, beside their content and the model."""
-    _, media = split_config(*_configs(vllm_config))
+    _, media = split_config(*_configs(vllm_config.model_config))
     told = vllm_config.model_config.multimodal_config
     names = ("mm_encoder_attn_dtype", "video_pruning_rate", "mm_device_do_normalize")
     encoder = {name: getattr(told, name, None) for name in names}
@@ -79,9 +84,38 @@ def media_identity(vllm_config: VllmConfig) -> MediaIdentity:
     return MediaIdentity(config=media, encoder=kv_fields(encoder))
 
 
-def _configs(vllm_config: VllmConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def draft_of(vllm_config: VllmConfig) -> ModelConfig | None:
+    """Return the config of the model that drafts tokens and keeps KV for it; None if none does."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in _WITHOUT_DRAFT:
+        return None
+    return speculative.draft_model_config
+
+
+def _draft(vllm_config: VllmConfig) -> tuple[object | None, tuple[str, ...]]:
+    """Return what shapes the KV of the draft model, and why it cannot be told from other KV."""
+    draft, speculative = draft_of(vllm_config), vllm_config.speculative_config
+    if draft is None or speculative is None:
+        return None, ()
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    weights, alone = _weights(draft, load)
+    config, _ = split_config(*_configs(draft))
+    found = {
+        "method": str(speculative.method),
+        "parallel": bool(getattr(speculative, "parallel_drafting", False)),
+        "config": config,
+        "weights": weights.digest,
+        "load": _load(draft, load),
+        "code": _code(draft),
+        "dtype": str(draft.dtype),
+        "quantization": _quantization(draft, load),
+        "rope": rope_rule(draft.hf_text_config.to_dict(), "vllm", draft.max_model_len),
+    }
+    return found, (weights.alone, alone)
+
+
+def _configs(model: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the checkpoint's config with its overrides, and its text model's."""
-    model = vllm_config.model_config
     whole, text = model.hf_config.to_dict(), model.hf_text_config.to_dict()
     for config in (whole, text):
         told = config.get("quantization_config")
@@ -92,9 +126,8 @@ def _configs(vllm_config: VllmConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     return whole, text
 
 
-def _weights(vllm_config: VllmConfig) -> tuple[Weights, str]:
+def _weights(model: ModelConfig, load: LoadConfig) -> tuple[Weights, str]:
     """Return the digest of the weights, and why the engine does not use them as they are."""
-    model, load = vllm_config.model_config, vllm_config.load_config
     way = str(load.load_format)
     remote = getattr(model, "model_weights", "") or ""
     if way not in _FILE_FORMATS | _OTHER_FILES:
@@ -109,19 +142,18 @@ def _weights(vllm_config: VllmConfig) -> tuple[Weights, str]:
     return weights_identity(remote or model.model, model.revision, commit), ""
 
 
-def _load(vllm_config: VllmConfig) -> str | None:
+def _load(model: ModelConfig, load: LoadConfig) -> str | None:
     """Return the way that weights are loaded, if it can give other ones than the folder's usual.
 
     A folder may have the weights twice. vLLM then takes the consolidated files, unless it is told.
     """
-    way = str(vllm_config.load_config.load_format)
+    way = str(load.load_format)
     if way in ("auto", "mistral"):
-        return "mistral" if any(Path(vllm_config.model_config.model).glob(_MISTRAL)) else None
+        return "mistral" if any(Path(model.model).glob(_MISTRAL)) else None
     return None if way in _FILE_FORMATS else way
 
 
-def _code(vllm_config: VllmConfig) -> object | None:
-    model = vllm_config.model_config
+def _code(model: ModelConfig) -> object | None:
     found: dict[str, object] = {}
     if (way := str(getattr(model.model_impl, "value", model.model_impl))) != "auto":
         found["model_impl"] = way
@@ -134,14 +166,13 @@ def _code(vllm_config: VllmConfig) -> object | None:
     return found or None
 
 
-def _quantization(vllm_config: VllmConfig) -> object | None:
-    model = vllm_config.model_config
+def _quantization(model: ModelConfig, load: LoadConfig) -> object | None:
     if model.quantization is None and not model.quantization_config:
         return None
     told = model.quantization_config
     if dataclasses.is_dataclass(told) and not isinstance(told, type):
         told = dataclasses.asdict(told)
-    extra = vllm_config.load_config.model_loader_extra_config
+    extra = load.model_loader_extra_config
     return [str(model.quantization), kv_fields(told), kv_fields(extra or {})]
 
 

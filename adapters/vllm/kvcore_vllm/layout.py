@@ -2,7 +2,8 @@
 
 vLLM gives every layer a logical view ``[pages, heads, tokens, K|V content]``. The physical order is
 in the view's strides. The CPU attention kernels pack that memory again, depending on the
-instruction set: "vec" has K column-major, "amx" has K and V in tiles. `kvcore_vllm.round_trip`
+instruction set: "vec" has K column-major, "amx" has K and V in tiles. Latents (MLA) lie as the view
+says, on CPUs too. `kvcore_vllm.round_trip`
 checks what is said here against the engine's own write operation before anything is stored.
 """
 
@@ -48,7 +49,7 @@ def group_view(
                 f"the cache of {name} has pages of {tensor.shape[2]} tokens, into which vLLM's "
                 f"blocks of {group.page_tokens} tokens cannot be cut"
             )
-    if first.device.type == "cpu":
+    if first.device.type == "cpu" and shape.kv_factor == 2:
         isa = _cpu_isa(vllm_config, group.names[0])
         layout = vllm_cpu_layout(
             isa,

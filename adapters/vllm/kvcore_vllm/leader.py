@@ -74,7 +74,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
 
     ``in_step`` is True if vLLM recovers from a failed load that is part of a step, and
     ``layerwise`` if a forward waits for such a load layer by layer. ``media`` is
-    what shapes the KV of media, or the reason why requests with media are left alone.
+    what shapes the KV of media, or the reason why requests with media are left alone. ``lookahead``
+    is the number of tokens after a position that shape a draft model's KV of it: so many of a hit
+    are computed again, because other tokens may have followed them.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         in_step: bool = True,
         layerwise: bool = True,
         media: MediaIdentity | str = "no media here",
+        lookahead: int = 0,
     ) -> None:
         settings = config.vllm
         traits = LeaderTraits(
@@ -97,6 +100,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             layerwise=layerwise,
         )
         self._in_step = in_step
+        self._lookahead = lookahead
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
@@ -156,7 +160,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """Return what to load of ``hit``, as `get_num_new_matched_tokens` does, and remember it."""
         name, tokens = tracked.request.request_id, tracked.request.num_tokens
         # The last token is always computed: its logits are needed.
-        stop = min(hit.depth * self._block, tokens - 1)
+        stop = min(hit.depth * self._block - self._lookahead, tokens - 1)
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
             tracked.count_miss = partial(self._missed_little, name, hit, gain, computed, tokens)
@@ -167,7 +171,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
                 tracked.count_miss = partial(self.recorder.planned, name, plan, tokens - computed)
                 return 0, False
             self.recorder.planned(name, plan, tokens - computed)
-            stop = plan.stop
+            stop = min(stop, plan.stop)
             gain = stop - computed
         first, last = self._blocks(computed, stop)
         ready = self._readiness(tracked, hit, first, last)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.identity import weights_identity
-from kvcore.model.ingredients import split_config
 from kvcore.model.keys import canonical_bytes
 from kvcore_vllm.describe import leaf_specs
 from kvcore_vllm.identity import model_identity
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RowsIdentity", "Starting", "check", "rows_identity", "starting"]
 
-_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding that keep no KV of their own."""
 _OF_RANKS = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _COLLIDING = ("xxhash", "xxhash_cbor")
 """vLLM's hashes whose collisions can be made on purpose."""
@@ -108,10 +104,8 @@ def rows_identity(engine: Starting, told: OffloadingConfig, row_nbytes: int) -> 
     config, groups = engine.vllm_config, engine.kv_cache_config.kv_cache_groups
     specs = [spec for group in groups for spec in leaf_specs(group)]
     model = model_identity(config, [spec for spec in specs if isinstance(spec, AttentionSpec)])
-    draft, alone = _draft(config)
     found = {
         "model": model.fingerprint,
-        "draft": draft,
         "vllm": vllm.__version__,  # which may change a layout
         "device": _device(),
         "backend": str(getattr(config.attention_config, "backend", None)),
@@ -126,7 +120,7 @@ def rows_identity(engine: Starting, told: OffloadingConfig, row_nbytes: int) -> 
         "keys": _keys(config, told),
     }
     digest = hashlib.sha256(b"kvcore rows of vllm-1" + canonical_bytes(found)).digest()
-    return RowsIdentity(digest, (*model.alone, *((alone,) if alone else ())))
+    return RowsIdentity(digest, model.alone)
 
 
 def _keys(config: VllmConfig, told: OffloadingConfig) -> list[object]:
@@ -137,19 +131,6 @@ def _keys(config: VllmConfig, told: OffloadingConfig) -> list[object]:
     name = config.cache_config.prefix_caching_hash_algo
     seed = resolve_none_hash_seed(get_hash_fn_by_name(name))
     return [str(name), hashlib.sha256(seed.encode()).digest(), told.cache.tokens_per_hash]
-
-
-def _draft(config: VllmConfig) -> tuple[object, str]:
-    """Return what shapes the KV of a draft model, and why it cannot be told from other KV."""
-    speculative = config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_DRAFT:
-        return None, ""
-    draft = speculative.draft_model_config
-    whole = draft.hf_config.to_dict()
-    told, _ = split_config(whole, draft.hf_text_config.to_dict())
-    commit = getattr(draft.hf_config, "_commit_hash", None)
-    weights = weights_identity(draft.model, draft.revision, commit)
-    return [str(speculative.method), told, weights.digest, str(draft.quantization)], weights.alone
 
 
 def _device() -> list[str]:

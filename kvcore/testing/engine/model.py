@@ -159,6 +159,7 @@ class Llama:
             windows=None,
             attention=None,
             lora=None,
+            draft=None,
             own=None,
             alone=(),
         )

@@ -31,6 +31,7 @@ MODEL = ModelIdentity(
     windows=None,
     attention=None,
     lora=None,
+    draft=None,
     own=None,
     alone=(),
 )
