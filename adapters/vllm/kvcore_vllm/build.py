@@ -132,11 +132,12 @@ def loads_layerwise(config: Config, vllm_config: VllmConfig) -> bool:
     """Return True if a forward waits for sync loads layer by layer.
 
     The replay of a full CUDA graph skips the waits inside the forward. It then waits for whole
-    loads before, and to cut them would only make more copies.
+    loads before, and to cut them would only make more copies. So it is with a draft model, whose
+    forwards have graphs of their own.
     """
     graphs = vllm_config.compilation_config.cudagraph_mode
     full = graphs is not None and graphs.has_full_cudagraphs()
-    return config.vllm.layerwise and not full
+    return config.vllm.layerwise and not full and draft_of(vllm_config) is None
 
 
 def _recovers_in_step(vllm_config: VllmConfig) -> bool:

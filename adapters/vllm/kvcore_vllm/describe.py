@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcore.errors import UnsupportedError
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
-from kvcore_vllm.identity import draft_of, model_identity
+from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,19 +93,24 @@ def _check_parallelism(vllm_config: VllmConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError if a draft model keeps anything but KV of layers like the model's."""
-    draft, speculative = draft_of(vllm_config), vllm_config.speculative_config
-    if draft is None or speculative is None:
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in WITHOUT_DRAFT:
         return
-    if speculative.method not in _SERVED_DRAFTS:
+    draft = draft_of(vllm_config)
+    if speculative.method not in _SERVED_DRAFTS or draft is None:
         raise UnsupportedError(
             f"speculative decoding by {speculative.method!r}; kvcore serves "
-            f"{', '.join(_SERVED_DRAFTS)}, 'ngram' and 'suffix'"
+            f"{', '.join(map(repr, _SERVED_DRAFTS + WITHOUT_DRAFT))}"
+        )
+    if getattr(speculative, "parallel_drafting", False):
+        raise UnsupportedError(
+            "parallel_drafting, which nobody has tried with kvcore: set it to False"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedError(
             f"a draft model with pipeline_parallel_size={parallel.pipeline_parallel_size}: its "
-            "layers are on the last stage only; use 1, or 'ngram'"
+            "layers are on the last stage only; use 1, or draft by 'ngram'"
         )
     told = speculative.draft_parallel_config.tensor_parallel_size
     if told != parallel.tensor_parallel_size:
@@ -233,8 +238,12 @@ def _served_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
     for spec in specs:
         _check_spec(spec)
     kinds = {
-        (s.num_kv_heads, s.head_size, s.head_size_v, s.dtype, s.kv_quant_mode.name) for s in specs
-    }
+        (
+            isinstance(s, MLAAttentionSpec), s.num_kv_heads, s.head_size, s.head_size_v, s.dtype,
+            s.kv_quant_mode.name,
+        )
+        for s in specs
+    }  # fmt: skip
     if len(kinds) > 1:
         raise UnsupportedError(f"layers with different heads or dtypes: {sorted(map(str, kinds))}")
     return specs

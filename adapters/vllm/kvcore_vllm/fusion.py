@@ -72,8 +72,8 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
         )
     if draft_of(vllm_config) is not None:
         raise UnsupportedError(
-            "a draft model is not supported by fusion, which would leave the draft's layers without "
-            f"KV; set speculative_config to 'ngram', or {PREFIXES_ONLY}"
+            "a draft model is not supported by fusion, which would leave the draft's layers empty; "
+            f"draft by 'ngram' or 'suffix', or {PREFIXES_ONLY}"
         )
     if config.get_sliding_window() is not None:
         raise UnsupportedError(f"sliding windows are not supported by fusion; {PREFIXES_ONLY}")

@@ -20,7 +20,7 @@ from kvcore.model.weights import fingerprint_code, fingerprint_files
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-__all__ = ["draft_of", "media_identity", "model_identity", "quantised_type"]
+__all__ = ["WITHOUT_DRAFT", "draft_of", "media_identity", "model_identity", "quantised_type"]
 
 _FILE_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral"}
@@ -32,7 +32,7 @@ _MISTRAL = "consolidated*.safetensors"
 _OTHER_FILES = frozenset({"pt", "npcache", "sharded_state", "bitsandbytes", "gguf"})
 """Ways that read other files of a folder, or read them otherwise."""
 
-_WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
+WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculative decoding that keep no KV of their own."""
 
 _WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
@@ -87,7 +87,7 @@ def media_identity(vllm_config: VllmConfig) -> MediaIdentity:
 def draft_of(vllm_config: VllmConfig) -> ModelConfig | None:
     """Return the config of the model that drafts tokens and keeps KV for it; None if none does."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_DRAFT:
+    if speculative is None or speculative.method in WITHOUT_DRAFT:
         return None
     return speculative.draft_model_config
 

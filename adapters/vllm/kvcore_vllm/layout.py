@@ -3,8 +3,8 @@
 vLLM gives every layer a logical view ``[pages, heads, tokens, K|V content]``. The physical order is
 in the view's strides. The CPU attention kernels pack that memory again, depending on the
 instruction set: "vec" has K column-major, "amx" has K and V in tiles. Latents (MLA) lie as the view
-says, on CPUs too. `kvcore_vllm.round_trip`
-checks what is said here against the engine's own write operation before anything is stored.
+says, on CPUs too. `kvcore_vllm.round_trip` checks what is said here against the engine's own write
+operation before anything is stored.
 """
 
 from __future__ import annotations
