@@ -39,6 +39,7 @@ __all__ = [
     "ARCHITECTURES",
     "model_cache",
     "smollm2",
+    "tiny_eagle",
     "tiny_llama",
     "tiny_lora",
     "tiny_model",
@@ -127,6 +128,7 @@ def tiny_model(
     sliding_window: int = 256,
     seed: int = 0,
     vocabulary: int | None = None,
+    latent: tuple[int, int] | None = None,
     cache_dir: Path | None = None,
 ) -> Path:
     """Make a random checkpoint in the cache, with SmolLM2's tokenizer, and return its folder.
@@ -145,6 +147,8 @@ def tiny_model(
             Ignored by architectures without a window.
         vocabulary: number of tokens; None means as many as the tokenizer has. A small one is for
             engines that are given tokens: each answer multiplies its hidden state by all of them.
+        latent: for ``deepseek_v2``, width of a token's latent and of its rotary part. vLLM's kernel
+            for CPUs takes (512, 64) only.
 
     Raises:
         UnsupportedError: `arch` is not in `ARCHITECTURES`.
@@ -154,8 +158,9 @@ def tiny_model(
             f"no tiny model of architecture {arch!r}: choose one of {', '.join(ARCHITECTURES)}"
         )
     shape = _Shape(
-        arch, layers, heads, kv_heads, head_dim, max_positions, sliding_window, seed, vocabulary
-    )
+        arch, layers, heads, kv_heads, head_dim, max_positions, sliding_window, seed, vocabulary,
+        latent,
+    )  # fmt: skip
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
     target = root / f"tiny-{arch}-{shape.digest}-r{REVISION}"
@@ -190,6 +195,19 @@ def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*targets]}
     (path / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none"}))
     return path
+
+
+def tiny_eagle(model: Path, *, seed: int = 5, cache_dir: Path | None = None) -> Path:
+    """Make a random EAGLE head for a `tiny_model` of Llama in the cache, and return its folder.
+
+    It is the model's first layer, which is given the embedding of the token *after* each one, and a
+    little of the model's state. With a model of one layer it drafts nearly what that answers.
+    """
+    root = cache_dir or model_cache()
+    digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
+    return _made_once(
+        root / f"tiny-eagle-{digest}-r{REVISION}", lambda folder: _write_eagle(folder, model, seed)
+    )
 
 
 IMAGE_TOKEN = "<image>"
@@ -329,6 +347,7 @@ class _Shape:
         sliding_window: int,
         seed: int,
         vocabulary: int | None = None,
+        latent: tuple[int, int] | None = None,
     ) -> None:
         self.arch = arch
         self.seed = seed
@@ -345,6 +364,8 @@ class _Shape:
         }
         if vocabulary is not None:
             self.common["vocab_size"] = vocabulary
+        if latent is not None:
+            self.common["latent"] = latent
 
     @property
     def digest(self) -> str:
@@ -452,11 +473,12 @@ def _qwen3_next_config(shape: _Shape, **common: Any) -> Any:
 def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
     """Multi-head latent attention without experts.
 
-    A token's latent is twice a head wide, and its rotary part half a head.
+    A token's latent is twice a head wide, and its rotary part half a head, unless they are told.
     """
     from transformers import DeepseekV2Config
 
     dim, positions = common.pop("head_dim"), common["max_position_embeddings"]
+    rank, rope = common.pop("latent", (2 * dim, dim // 2))
     yarn = {  # as in published checkpoints; SGLang on a CPU supports no other
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -468,9 +490,9 @@ def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
     config = DeepseekV2Config(
         rope_parameters=yarn,
         q_lora_rank=None,
-        kv_lora_rank=2 * dim,
+        kv_lora_rank=rank,
         qk_nope_head_dim=dim,
-        qk_rope_head_dim=dim // 2,
+        qk_rope_head_dim=rope,
         v_head_dim=dim,
         first_k_dense_replace=common["num_hidden_layers"],
         n_routed_experts=2,
@@ -548,6 +570,28 @@ def _write_idefics3(folder: Path, source: Path) -> None:
         do_image_splitting=False, size=edge, max_image_size=edge
     )
     hf.Idefics3Processor(pictures, tokenizer, image_seq_len=4).save_pretrained(folder)
+
+
+def _write_eagle(folder: Path, model: Path, seed: int) -> None:
+    """Write the model's first decoder layer, and a matrix that merges embeddings and states."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    first = "model.layers.0."
+    weights = load_file(model / "model.safetensors")
+    tensors = {
+        name.removeprefix("model."): weight
+        for name, weight in weights.items()
+        if name.startswith(first) and "input_layernorm" not in name  # the head has none
+    }
+    config = json.loads((model / "config.json").read_text())
+    hidden = config["hidden_size"]
+    state = torch.randn(hidden, hidden, generator=torch.Generator().manual_seed(seed))
+    merge = torch.cat([torch.eye(hidden), 0.02 * state / hidden**0.5], dim=1)
+    tensors["fc.weight"] = merge.bfloat16()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _spread(model: Any, generator: Any) -> None:

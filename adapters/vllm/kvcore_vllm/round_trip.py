@@ -41,13 +41,14 @@ def verify(
     ``layers`` are vLLM's attention modules, in the order of ``view``. ``shape`` is this rank's
     block, and ``dtype`` the type of the keys and values that attention writes. Raises LayoutError
     if an element is in another place. Nothing may be stored then. A backend that writes pages only
-    inside its forward is not verified, and neither are latents (MLA).
+    inside its forward is not verified.
     """
     names = sorted({type(layer.impl).__name__ for layer in layers})
-    if shape.kv_factor != 2 or not all(map(_writes, layers)):
+    if not all(map(_writes, layers)):
         _log.info("layout not verified: %s has no operation for it", ", ".join(names))
         return
-    trip = _RoundTrip(layers, view, shape, dtype, ops)
+    kind = _RoundTrip if shape.kv_factor == 2 else _LatentRoundTrip
+    trip = kind(layers, view, shape, dtype, ops)
     with torch.inference_mode(), trip.restored():
         trip.run()
     _log.debug("layout verified: %s on %s", ", ".join(names), trip.device)
@@ -80,7 +81,7 @@ class _RoundTrip:
         self._heads, self._dims = shape.kv_heads, shape.dims()
         block = BlockShape(
             len(layers), shape.kv_heads, self._dims[0], self._tokens, shape.dtype,
-            v_head_dim=self._dims[1],
+            kv_factor=shape.kv_factor, v_head_dim=self._dims[-1],
         )  # fmt: skip
         self._count = len(layers) * shape.kv_heads * self._tokens * sum(self._dims)
         room = torch.zeros(self._count, dtype=_RAW[layout.itemsize], device=self.device)
@@ -124,21 +125,29 @@ class _RoundTrip:
 
     def _write(self, digits: Tensor) -> None:
         slots = self._page * self._tokens + torch.arange(self._tokens, device=self.device)
-        parts = [self._tokens * dim for dim in self._dims]
         for layer, tensor, one in zip(self._layers, self._view.tensors, digits, strict=True):
-            key, value = (
-                (part.view(self._heads, self._tokens, -1).transpose(0, 1) * scale)
-                .to(self._dtype)
-                .contiguous()
-                for part, scale in zip(one.split(parts, dim=1), self._scales(layer), strict=True)
-            )
-            try:
-                layer.impl.do_kv_cache_update(layer, key, value, tensor, slots)
-            except (RuntimeError, TypeError, ValueError) as error:
-                raise LayoutError(
-                    f"{type(layer.impl).__name__} did not write a page for kvcore: {error}; kvcore "
-                    "stores nothing on this build of vLLM"
-                ) from error
+            self._write_layer(layer, one, tensor, slots)
+
+    def _write_layer(self, layer: Any, digits: Tensor, cache: Tensor, slots: Tensor) -> None:
+        try:
+            self._update(layer, digits, cache, slots)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise LayoutError(
+                f"{type(layer.impl).__name__} did not write a page for kvcore: {error}; kvcore "
+                "stores nothing on this build of vLLM"
+            ) from error
+
+    def _update(self, layer: Any, digits: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Let a layer write digits [heads, K then V content] to the slots of its cache."""
+        parts = digits.split([self._tokens * dim for dim in self._dims], dim=1)
+        key, value = (
+            self._rows(part.view(self._heads, self._tokens, -1).transpose(0, 1), scale)
+            for part, scale in zip(parts, self._scales(layer), strict=True)
+        )
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots)
+
+    def _rows(self, digits: Tensor, scale: float) -> Tensor:
+        return (digits * scale).to(self._dtype).contiguous()
 
     def _scales(self, layer: Any) -> tuple[float, float]:
         """Return what a quantised cache divides K and V by."""
@@ -157,3 +166,24 @@ class _RoundTrip:
             f"(layer {layer}, {len(wrong)} of {self._count} elements): kvcore stores nothing on "
             "this build of vLLM"
         )
+
+
+class _LatentRoundTrip(_RoundTrip):
+    """The same for latents (MLA): attention writes a token's latent and its rotary key apart."""
+
+    def _update(self, layer: Any, digits: Tensor, cache: Tensor, slots: Tensor) -> None:
+        rows = self._rows(digits.view(self._tokens, -1), self._scales(layer)[0])
+        latent, rope = rows.split([layer.impl.kv_lora_rank, layer.impl.qk_rope_head_dim], dim=1)
+        layer.impl.do_kv_cache_update(
+            latent.contiguous(),
+            rope.unsqueeze(1).contiguous(),
+            cache.squeeze(1),
+            slots,
+            layer.kv_cache_dtype,
+            layer._k_scale,
+        )
+
+    def _scales(self, layer: Any) -> tuple[float, float]:
+        if self._view.layout.itemsize > 1:
+            return 1.0, 1.0
+        return (float(layer._k_scale_float),) * 2

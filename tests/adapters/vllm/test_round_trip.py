@@ -119,3 +119,80 @@ def test_a_backend_that_writes_in_its_forward_only_is_told(
     run(None)
     run(flash, kv_sharing_target_layer_name="another")
     assert [line.partition(":")[0] for line in caplog.messages] == ["layout not verified"] * 2
+
+
+# -- latents -------------------------------------------------------------------------------------
+
+LATENT, ROPE = 24, 8
+
+
+def latents(
+    kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, kind: str, scale: Any
+) -> None:
+    """Write [tokens, latent] and [tokens, 1, rope] into [pages, tokens, latent|rope]."""
+    page, token = slots // TOKENS, slots % TOKENS
+    cache[page, token, :LATENT] = kv_c.to(cache.dtype)
+    cache[page, token, LATENT:] = k_pe.squeeze(1).to(cache.dtype)
+
+
+def rope_first(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *rest: Any) -> None:
+    page, token = slots // TOKENS, slots % TOKENS
+    cache[page, token] = torch.cat([k_pe.squeeze(1), kv_c], dim=1).to(cache.dtype)
+
+
+def tiled(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *rest: Any) -> None:
+    """Column-major, as a kernel for tiles might pack it."""
+    rows = torch.cat([kv_c, k_pe.squeeze(1)], dim=1).to(cache.dtype)
+    cache[int(slots[0]) // TOKENS] = rows.t().reshape(TOKENS, -1)
+
+
+def low(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, kind: str, scale: Any) -> None:
+    """FP8 with a scale, kept as bytes."""
+    parts = [(part / scale).to(torch.float8_e4m3fn).view(torch.uint8) for part in (kv_c, k_pe)]
+    latents(parts[0], parts[1], cache, slots)
+
+
+def run_latents(write: Callable[..., None], dtype: str = "bfloat16", scale: float = 1.0) -> None:
+    kind = getattr(torch, dtype)
+    caches = [torch.ones(PAGES, 1, TOKENS, LATENT + ROPE).to(kind) for _ in range(LAYERS)]
+    shape = BlockShape(LAYERS, 1, LATENT + ROPE, TOKENS, dtype, kv_factor=1)
+    impl = SimpleNamespace(do_kv_cache_update=write, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
+    layers = [
+        SimpleNamespace(impl=impl, kv_cache_dtype="auto", _k_scale=scale, _k_scale_float=scale)
+        for _ in caches
+    ]
+    view = KVView(from_strides(caches, shape), caches)
+    verify(layers, view, shape, torch.bfloat16, builtin_ops())
+    for cache in caches:
+        assert torch.equal(cache, torch.ones_like(cache)), "the page is not as before"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_latents_that_lie_as_the_view_says_hold(dtype: str) -> None:
+    run_latents(latents, dtype)
+
+
+def test_quantised_latents_are_compared_without_their_encoding() -> None:
+    run_latents(low, "uint8", 0.37)
+
+
+@pytest.mark.parametrize("write", [rope_first, tiled])
+def test_latents_in_another_order_are_refused(write: Callable[..., None]) -> None:
+    with pytest.raises(LayoutError, match=r"in another order .* stores nothing"):
+        run_latents(write)
+
+
+def test_latents_that_lie_elsewhere_within_the_page_are_refused() -> None:
+    def flipped(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *rest: Any) -> None:
+        latents(kv_c, k_pe, cache, slots.flip(0))
+
+    with pytest.raises(LayoutError, match="in another order"):
+        run_latents(flipped)
+
+
+def test_latent_attention_that_does_not_tell_its_parts_is_refused() -> None:
+    def unlike(*given: Any) -> None:
+        raise AttributeError("no kv_lora_rank")
+
+    with pytest.raises(LayoutError, match="no kv_lora_rank; kvcore stores nothing"):
+        run_latents(unlike)
