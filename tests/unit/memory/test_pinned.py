@@ -135,8 +135,9 @@ def test_memory_is_faulted_in_from_cores_near_the_device_before_it_is_registered
     machine.node = 1
     slots = 5 * hugepages.HUGE_PAGE // SHAPE.nbytes
     arena = HostArena(SHAPE, slots, huge_pages=False, pin=gpu(machine))
-    assert ran_on[:6] == [*[("touched", {mine[-1]})] * 5, ("registered", {mine[-1]})]
-    whole = sorted(touched[:5])
+    whole = sorted(touched)
+    assert len(whole) > 1
+    assert ran_on == [*[("touched", {mine[-1]})] * len(whole), ("registered", {mine[-1]})]
     assert [at + size for at, size in whole[:-1]] == [at for at, _ in whole[1:]]
     assert sum(size for _, size in whole) == arena.nbytes
     arena.close()
