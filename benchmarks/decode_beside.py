@@ -172,10 +172,8 @@ class Transfers(AbstractContextManager["Transfers"]):
             return
         if what == SAVE:
             self._chains += 1
-            self._held = [
-                np.random.default_rng([self._chains, i]).bytes(16)
-                for i in range(self._scale.blocks)
-            ]
+            names = np.random.default_rng(self._chains).bytes(16 * self._scale.blocks)
+            self._held = [names[i : i + 16] for i in range(0, len(names), 16)]
             planned = self._manager.plan_save(self._held, NAMESPACE, len(self._held))
             assert planned is not None, "the host tier has room for a chain"
             places = self._home[slice(*planned.blocks), None]

@@ -29,7 +29,7 @@ _IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read after the stream's earlier work.
 
 It is right for every source. The staging of a save needs it, because a kernel of the same stream
-fills it.
+fills it. Reading in any order, and the flag "prefer overlap", changed no rate on an H200.
 """
 
 

@@ -42,17 +42,18 @@ def test_a_picture_never_gets_the_kv_of_another_one(tmp_path: Path) -> None:
     names = [None, "somebody-elses"]
     with engine(eyes, kvcore, **NO_HASHES) as process:
         for uuid in names:
-            attack = answers(process, [prompt], image=pictures[0], image_uuid=uuid)
+            attack = answers(process, [prompt], image=pictures[0], image_uuid=uuid, logprobs=True)
         settle_and_empty(process)
-    kinds = {str(attack[0].token_ids)}
+    kinds = {str(attack[0].logprobs)}
     with engine(eyes, kvcore, **NO_HASHES) as process:
         for uuid, image in zip(names, pictures[1:], strict=True):
             got = answers(process, [prompt], image=image, image_uuid=uuid)
-            right = answers(process, [prompt], image=image, image_uuid=uuid, cache_salt="none")
+            asked = {"image": image, "image_uuid": uuid, "logprobs": True}
+            right = answers(process, [prompt], **asked, cache_salt="none")
             assert_same_answers(got, right)
             assert got[0].reused_tokens <= 500, "the KV of another picture"
             assert got[0].reused_tokens > 450, "the text before it is shared"
-            kinds.add(str(right[0].token_ids))
+            kinds.add(str(right[0].logprobs))
         again = answers(process, [prompt], image=pictures[0])
         assert_same_answers(again, attack)
         assert again[0].reused_tokens > 600, "the same picture, whatever its name"

@@ -9,8 +9,8 @@ pytest, and no network. Files reach it in folders of a limited size, together wi
 
 vLLM's wheel asks for another torch, but its compiled operators use torch's stable interface only.
 So it is not installed: its files are unpacked beside the other packages. Left out is what kvcore
-does not need there: FlashAttention (vLLM then takes its Triton backend), the Rust front end,
-DeepGEMM.
+does not need there: FlashAttention 2 (vLLM does not import without one of 2 and 3), the Rust front
+end, DeepGEMM.
 
 Wheels are kept in OUT/wheels (or --cache) and are not downloaded twice. OUT/COMMANDS.md says what
 to run on the machine, in order.
@@ -60,7 +60,10 @@ WHEELS = listed("wheels.txt")
 THERE = listed("image.txt")
 """Packages that are on the machine."""
 KERNELS = "vllm/_C_stable_libtorch.abi3.so"
+ATTENTION = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 EXPERTS = "vllm/_moe_C_stable_libtorch.abi3.so"
+COMPILED = (ATTENTION, KERNELS, EXPERTS)
+"""vLLM's compiled files that are packed, each in a piece of its own."""
 
 
 class Piece(NamedTuple):
@@ -228,6 +231,7 @@ def pieces(
         (member for wheel in wheels for member in wheel_members(wheel)),
     )  # fmt: skip
     yield Piece("vllm", "vLLM without compiled files", engine_members(engine, compiled=False))
+    yield Piece("vllm-attention", "FlashAttention 3", chosen_members(engine, ATTENTION))
     yield Piece("vllm-kernels", "vLLM's compiled operators", chosen_members(engine, KERNELS))
     if experts:
         what = "vLLM's compiled operators for mixtures of experts"
@@ -258,7 +262,7 @@ def engine_members(engine: Path, compiled: bool) -> Iterator[Member]:
     skipped = set(left_out(engine, experts=True))
     for member in wheel_members(engine):
         name = member.name.removeprefix("site/")
-        if name not in skipped and (name in (KERNELS, EXPERTS)) == compiled:
+        if name not in skipped and (name in COMPILED) == compiled:
             yield member
 
 
@@ -272,7 +276,7 @@ def chosen_members(engine: Path, name: str) -> Iterator[Member]:
 
 def left_out(engine: Path, experts: bool) -> list[str]:
     """Return vLLM's files that are not packed: compiled ones, and headers for compiling more."""
-    kept = {KERNELS, *([EXPERTS] if experts else [])}
+    kept = {*COMPILED} if experts else {*COMPILED} - {EXPERTS}
     with zipfile.ZipFile(engine) as file:
         names = [info.filename for info in file.infolist() if not info.is_dir()]
     return [

@@ -23,9 +23,9 @@ class Call(NamedTuple):
 
 
 CALLS = (
-    Call(("kernels", "worker", "decode"), all_folders=False),
-    Call(("bandwidth", "engine"), all_folders=False),
+    Call(("kernels", "worker", "decode", "prefill", "link"), all_folders=False),
     Call(("vllm", "sanitizer"), all_folders=True),
+    Call(("bandwidth", "engine"), all_folders=False),
 )
 """Each leaves a minute of `CALL_S` for unpacking and for the machine's start."""
 
@@ -65,7 +65,7 @@ def markdown(bundle: Path, folders: Sequence[str]) -> str:
                 "code=$?",
                 f"cp {TARGET}/results-{number}/gpu-*.json {TARGET}/results-{number}/gpu-*.md $OUT/",
                 f"tar czf $OUT/logs-{number}.tgz --exclude=*.safetensors --exclude=kv-* "
-                f"--exclude=cache --exclude=triton -C {TARGET} results-{number}",
+                f"--exclude='cache*' --exclude=triton -C {TARGET} results-{number}",
                 "exit $code",
             ]
         lines += [*steps, "```"]

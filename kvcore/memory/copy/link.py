@@ -2,12 +2,13 @@
 
     ENGINE   the copy engine moves every contiguous piece; the GPU's cores do nothing
     STAGED   pages ◀─ gather / scatter, at the memory's speed ─▶ staging ◀─ copy engine ─▶ blocks
+             of two slots of staging, one is gathered or scattered while the other is on the link
     KERNEL   a kernel of few programs reads registered host memory itself
 
 Most engines keep the heads of a token together, where a canonical block keeps the tokens of a head
-together. A contiguous piece is then one row of a head, a few hundred bytes. The copy engine needs
-about as long for it as for 28 KiB, so these copies are staged: a block is one piece there. The
-kernel is for small loads, which wait for latency alone.
+together. A contiguous piece is then one row of a head, a few hundred bytes. The copy engine takes
+over a microsecond for each piece, in which the link could move 70 KiB, so these copies are staged:
+a block is one piece there. The kernel is for small loads, which wait for latency alone.
 
 ENGINE and STAGED serve host memory that is registered or not, on CUDA and ROCm.
 """
@@ -34,26 +35,29 @@ if TYPE_CHECKING:
 
 __all__ = ["LinkOps", "Way"]
 
-# None of these was tuned: no GPU was at hand. A link is taken as 50 GB/s (PCIe 5, 16 lanes).
+# Measured on an H200 whose link (PCIe 5, 16 lanes) moves 55 GB/s: docs/kernels-link.md.
 
-PIECE_BYTES = 28 << 10
-"""Mean piece from which the copy engine takes a batch as it is. It needs about 0.5 us a piece,
-in which the link moves 28 KiB. vLLM 0.32 measured the same bound on an H100."""
+PIECE_BYTES = 64 << 10
+"""Mean piece from which the copy engine takes a batch as it is. Of the link's rate it reached 39%
+with pieces of 28 KiB, 60% with 64 KiB and 86% with 256 KiB. A staged copy reached 75% to 82%, but
+55% to 64% beside a prefill, and it takes cores."""
 CALL_BYTES = 256 << 10
 """The same where every piece is a call of its own (unregistered memory, ROCm): about 5 us each."""
 FEW_PIECES = 16
 """Below so many pieces the copy engine is always taken: two launches of a staged copy cost more."""
 SMALL_LOAD = 1 << 20
 """Bytes up to which a load goes by kernel. It saves a launch and an event, 10 to 15 us, in which
-the link moves about as much."""
+the link moves about as much. Not measured yet."""
 SHORTEST_RUN = 1 << 10
 """Bytes below which runs are not counted up into pieces: there would be too many to be worth it."""
-STAGING_BYTES = (32 << 20, 8 << 20, 2 << 20)
-"""Staging of each direction, the largest of these that the device has room for.
+SLOTS = 2
+"""Slots of the staging of each direction. While one is on the link, the next is gathered."""
+SLOT_BYTES = (64 << 20, 16 << 20, 4 << 20, 1 << 20)
+"""Bytes of a slot, the largest of these that the device has room for.
 
-32 MiB is a block of 256 tokens of Llama-3-8B. A launch gathers no more than this, in about 20 us at
-3 TB/s, so other work of the GPU never waits for longer. The copy takes 700 us, so the launch and
-the gather before it cost under 5%.
+A slot of 64 MiB takes 1.2 ms on the link and 40 us in a kernel. A prefill's matrix products occupy
+every core for up to 1.5 ms each, and no priority lets a kernel in before one has ended. A smaller
+slot would leave the link idle meanwhile, and cost the host more launches.
 """
 _ALIGNMENT = 256
 
@@ -77,29 +81,73 @@ class _Link(NamedTuple):
 class _Staging:
     """Device memory that one copy after the other uses, whatever their streams are.
 
-    The staging is reused in the order of the streams: `taken` lets the current stream wait for the
-    work that used it last. The host does not wait. ``memory`` was allocated on the current stream,
-    whose work so far may still use what lay there before.
+    It has two slots. The kernels of a copy run on a stream of the staging, its copies over the
+    link on the stream that is current:
+
+        kernels  | gather 0 | gather 1 |            | gather 0 |  ...
+        current             | link 0         | link 1         | link 0 ...
+
+    A slot is reused in the order of the streams. The host does not wait.
+
+    ``slots`` were allocated on the current stream, whose work so far may still use what lay there
+    before.
     """
 
-    def __init__(self, device: Device, memory: torch.Tensor) -> None:
-        self.memory = memory
+    def __init__(self, device: Device, to_host: bool, slots: Sequence[torch.Tensor]) -> None:
+        self.slots = slots
         self._device = device
+        self._to_host = to_host
         self._lock = threading.Lock()
-        self._last: Event = device.current_stream().record()
+        self._kernels = device.stream()
+        self._free: list[Event] = [device.current_stream().record()] * len(slots)
+        self._next = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes of a slot."""
+        return len(self.slots[0])
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Issue work on the memory in this block, to one stream."""
+        """Issue the turns of one copy in this block, on one stream."""
         with self._lock:
-            stream = self._device.current_stream()
-            if not self._last.passed():
-                stream.follow(self._last)
+            current = self._device.current_stream()
+            self._kernels.follow(current.record())
             try:
                 yield
             finally:
-                self._last = stream.record()
-                stream.hold(self.memory)
+                current.follow(self._kernels.record())
+                for slot in self.slots:
+                    current.hold(slot)
+                    self._kernels.hold(slot)
+
+    @contextmanager
+    def turn(self) -> Iterator[int]:
+        """Fill a slot in this block, and read it: yield its number."""
+        number = self._next
+        self._next = (number + 1) % len(self.slots)
+        current = self._device.current_stream()
+        fills, reads = (self._kernels, current) if self._to_host else (current, self._kernels)
+        if not self._free[number].passed():
+            fills.follow(self._free[number])
+        try:
+            yield number
+        except BaseException:
+            current.follow(self._kernels.record())
+            self._free[number] = current.record()
+            raise
+        self._free[number] = reads.record()
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Issue kernels in this block: gathers before, scatters after what the link moves."""
+        current = self._device.current_stream()
+        if not self._to_host:
+            self._kernels.follow(current.record())
+        with self._kernels.issuing():
+            yield
+        if self._to_host:
+            current.follow(self._kernels.record())
 
 
 class LinkOps(DeviceOps):
@@ -153,9 +201,9 @@ class LinkOps(DeviceOps):
         with link.device.current():
             for to_host in (True, False):
                 staging = self._staging(link.device, to_host)
-                for part, some in _parts(blocks.layout, layers, heads, len(staging.memory)):
-                    view = self._staged_view(staging, blocks, part, some.size)
-                    self._on_device.prepare(pages, view, unit_tokens)
+                for part, some in _parts(blocks.layout, layers, heads, staging.room):
+                    for view in self._staged_views(staging, blocks, part, some.size):
+                        self._on_device.prepare(pages, view, unit_tokens)
             if self._over_link is not None and link.registered:
                 self._over_link.prepare(pages, blocks, unit_tokens)
 
@@ -197,20 +245,21 @@ class LinkOps(DeviceOps):
         """Gather into the staging and copy blocks out of it, or the other way round, in turns."""
         staging = self._staging(link.device, link.to_host)
         host = one.dst if link.to_host else one.src
-        room = len(staging.memory)
-        parts = _parts(host.layout, one.layers, one.heads, room)
+        parts = _parts(host.layout, one.layers, one.heads, staging.room)
         with staging.taken():
             for layers, heads in parts:
                 part = one._replace(layers=layers, heads=heads)
-                staged = self._staged_view(staging, host, layers, heads.size)
-                if not staged.layout.num_pages:  # a head's tokens exceed the staging
+                staged = self._staged_views(staging, host, layers, heads.size)
+                most = staged[0].layout.num_pages
+                if not most:  # a head's tokens exceed the staging
                     self._copy_by(Way.ENGINE, part, link)
                     continue
-                for some in _turns(part, link.to_host, staged.layout.num_pages):
-                    self._take_turn(some, staged, link)
+                for some in _turns(part, link.to_host, most):
+                    with staging.turn() as slot:
+                        self._take_turn(some, staged[slot], link, staging)
 
-    def _take_turn(self, one: Copy, staged: KVView, link: _Link) -> None:
-        """Copy through the staging; the host's pages of this copy fit it."""
+    def _take_turn(self, one: Copy, staged: KVView, link: _Link, staging: _Staging) -> None:
+        """Copy through a slot of the staging; the host's pages of this copy fit it."""
         host, units = (one.dst, one.dst_units) if link.to_host else (one.src, one.src_units)
         tokens, span = one.unit_tokens, one.heads
         per_page = host.layout.page_tokens // tokens
@@ -219,7 +268,8 @@ class LinkOps(DeviceOps):
         start = span.dst if link.to_host else span.src
         if link.to_host:
             gather = HeadRange(span.src, 0, span.size)
-            self._on_device.copy(one._replace(dst=staged, dst_units=places, heads=gather))
+            with staging.kernels():
+                self._on_device.copy(one._replace(dst=staged, dst_units=places, heads=gather))
         for unit, there, here in _whole_pages(units, places, pages, per_page, tokens):
             if link.to_host:
                 found = unit_pieces(
@@ -232,7 +282,8 @@ class LinkOps(DeviceOps):
             _copy_pieces(link, found)
         if not link.to_host:
             scatter = HeadRange(0, span.dst, span.size)
-            self._on_device.copy(one._replace(src=staged, src_units=places, heads=scatter))
+            with staging.kernels():
+                self._on_device.copy(one._replace(src=staged, src_units=places, heads=scatter))
 
     def _link(self, src: KVView, dst: KVView) -> _Link | None:
         """Return the link that a copy goes over, or None if one device holds both sides."""
@@ -257,19 +308,20 @@ class LinkOps(DeviceOps):
         with self._lock:
             found = self._stagings.get((device.name, to_host))
             if found is None:
-                found = _Staging(device, _allocate(device))
+                found = _Staging(device, to_host, _allocate(device))
                 self._stagings[device.name, to_host] = found
             return found
 
-    def _staged_view(
+    def _staged_views(
         self, staging: _Staging, host: KVView, layers: Sequence[int], heads: int
-    ) -> KVView:
-        """Return the staging as pages of the same tokens as the host's, for some layers."""
+    ) -> list[KVView]:
+        """Return each slot as pages of the same tokens as the host's, for some layers."""
         import torch
 
-        def make() -> KVView:
-            layout = _staged_layout(host.layout, layers, heads, len(staging.memory))
-            return KVView(layout, [staging.memory.view(getattr(torch, host.layout.dtype))])
+        def make() -> list[KVView]:
+            layout = _staged_layout(host.layout, layers, heads, staging.room)
+            dtype = getattr(torch, host.layout.dtype)
+            return [KVView(layout, [slot.view(dtype)]) for slot in staging.slots]
 
         return self._views.get((host,), (id(staging), layers, heads), make)
 
@@ -278,14 +330,14 @@ def _copy_pieces(link: _Link, pieces: Pieces) -> None:
     link.device.copy_batch(*pieces, registered=link.registered)
 
 
-def _allocate(device: Device) -> torch.Tensor:
-    """Allocate the staging, a smaller one if there is little room."""
+def _allocate(device: Device) -> list[torch.Tensor]:
+    """Allocate the slots of a staging, smaller ones if there is little room."""
     import torch
 
-    for nbytes in STAGING_BYTES:
+    for nbytes in SLOT_BYTES:
         with suppress(torch.OutOfMemoryError):
-            return device.allocate(nbytes)
-    return device.allocate(min(STAGING_BYTES))
+            return [device.allocate(nbytes) for _ in range(SLOTS)]
+    return [device.allocate(min(SLOT_BYTES)) for _ in range(SLOTS)]
 
 
 def _unit_bytes(one: Copy) -> int:

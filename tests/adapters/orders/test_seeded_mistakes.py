@@ -337,7 +337,7 @@ def test_staging_of_the_link_that_is_not_waited_for_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A copy is gathered into the staging while the one before is still on the link."""
-    monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes + 512,))
+    monkeypatch.setattr(link, "SLOT_BYTES", (2 * SHAPE.nbytes + 512,))
 
     @contextlib.contextmanager
     def taken(staging: object) -> Iterator[None]:

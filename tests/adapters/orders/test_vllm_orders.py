@@ -37,7 +37,7 @@ def test_every_way_of_a_copy_over_the_link_has_the_right_kv(
     way: Way, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads copy each way through one staging that holds two blocks."""
-    monkeypatch.setattr(link, "STAGING_BYTES", (2 * SHAPE.nbytes + 512,))
+    monkeypatch.setattr(link, "SLOT_BYTES", (2 * SHAPE.nbytes + 512,))
     with installed(Machine(seed, index=1)) as machine:
         within, over = RecordingOps(machine), RecordingOps(machine)
         ops = link.LinkOps(within, over, way=way)

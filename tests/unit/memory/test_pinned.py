@@ -1,6 +1,7 @@
 """Memory that a device reaches: all of it or none, in chunks that no block spans."""
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from kvcore._util import cpus
 from kvcore.errors import UnsupportedError
 from kvcore.memory import device as devices
-from kvcore.memory import pinned
+from kvcore.memory import hugepages, pinned
 from kvcore.memory.arena import HostArena
 from kvcore.memory.hugepages import PAGE
 from kvcore.memory.pinned import PinnedRange
@@ -112,19 +113,45 @@ def test_an_arena_works_pinned_or_not(
         assert "lower host.capacity" in line
 
 
-def test_memory_is_first_touched_from_cores_near_the_device(
+def test_memory_is_faulted_in_from_cores_near_the_device_before_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = sorted(os.sched_getaffinity(0))
     (tmp_path / "node1").mkdir()
     (tmp_path / "node1" / "cpulist").write_text(f"{mine[-1]}\n")
     monkeypatch.setattr(cpus, "_NODES", tmp_path)
-    machine, ran_on = Machine(index=1), []
-    machine.on_register = lambda count: ran_on.append(os.sched_getaffinity(0))
+    monkeypatch.setattr(hugepages, "_LEAST_OF_A_THREAD", hugepages.HUGE_PAGE)
+    machine = Machine(index=1)
+    ran_on: list[tuple[str, set[int]]] = []
+    touched: list[tuple[int, int]] = []
+
+    def populate(address: int, nbytes: int) -> int:
+        ran_on.append(("touched", os.sched_getaffinity(0)))
+        touched.append((address, nbytes))
+        return 0
+
+    monkeypatch.setattr(hugepages, "_populate", populate)
+    machine.on_register = lambda count: ran_on.append(("registered", os.sched_getaffinity(0)))
     machine.node = 1
-    HostArena(SHAPE, 2, huge_pages=False, pin=gpu(machine)).close()
-    assert ran_on == [{mine[-1]}]
+    slots = 5 * hugepages.HUGE_PAGE // SHAPE.nbytes
+    arena = HostArena(SHAPE, slots, huge_pages=False, pin=gpu(machine))
+    whole = sorted(touched)
+    assert len(whole) > 1
+    assert ran_on == [*[("touched", {mine[-1]})] * len(whole), ("registered", {mine[-1]})]
+    assert [at + size for at, size in whole[:-1]] == [at for at, _ in whole[1:]]
+    assert sum(size for _, size in whole) == arena.nbytes
+    arena.close()
     assert os.sched_getaffinity(0) == set(mine)
+
+
+@pytest.mark.parametrize("stops", [0, 2, None])
+def test_memory_is_faulted_in_until_it_is_not_wanted(stops: int | None) -> None:
+    pages = hugepages.Pages(4 * hugepages.HUGE_PAGE + PAGE, huge=False)
+    asked = itertools.count()
+    pages.take(lambda: stops is None or next(asked) < stops)
+    found = pages.resident_nbytes()
+    assert found == (pages.view.nbytes if stops is None else stops * hugepages.HUGE_PAGE)
+    pages.close()
 
 
 class Runtime:

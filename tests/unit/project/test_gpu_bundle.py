@@ -162,6 +162,7 @@ def engine(tmp_path: Path) -> Path:
         "vllm/_C_stable_libtorch.abi3.so": b"operators",
         "vllm/_moe_C_stable_libtorch.abi3.so": b"experts",
         "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": b"large",
+        "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": b"attention",
         "vllm/third_party/deep_gemm/include/a.h": b"header",
     }
     return wheel(tmp_path, ENGINE, files, ["pydantic>=2", "mistral-common; extra == 'audio'"])
@@ -172,6 +173,7 @@ def test_every_file_of_vllm_is_in_one_piece_or_named_as_left_out(
     engine: Path, experts: bool
 ) -> None:
     made = {p.name: [m.name for m in p.members] for p in bundle.pieces(engine, [], experts, None)}
+    assert made["vllm-attention"] == ["site/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"]
     assert made["vllm-kernels"] == ["site/vllm/_C_stable_libtorch.abi3.so"]
     assert ("vllm-experts" in made) is experts
     names = [name.removeprefix("site/") for piece in made.values() for name in piece]

@@ -51,12 +51,12 @@ PARTS = (
     Part(
         "kernels", "Triton kernels, compiled, against their naive twins",
         "a GPU, Triton, pytest, hypothesis", "some builds, for a GPU that is not there",
-        300, "tools.gpu.parts.kernels:run",
+        120, "tools.gpu.parts.kernels:run",
     ),
     Part(
         "worker", "CUDA worker, pinned arena, streams (tests/gpu)",
         "a GPU, pytest", "the tests, with pages in host memory",
-        150, "tools.gpu.parts.worker:run",
+        90, "tools.gpu.parts.worker:run",
     ),
     Part(
         "bandwidth", "copies and kernels beside cudaMemcpy",
@@ -74,9 +74,19 @@ PARTS = (
         90, "tools.gpu.parts.decode:run",
     ),
     Part(
+        "prefill", "rates of saves and loads beside a prefill",
+        "a GPU", "the benchmark's dry run",
+        90, "tools.gpu.parts.prefill:run",
+    ),
+    Part(
+        "link", "rates of the link by piece, and what pinning costs others",
+        "a GPU", "",
+        60, "tools.gpu.parts.link:run",
+    ),
+    Part(
         "vllm", "real vLLM: equal tokens, then times in Llama-3-8B's shape",
         "a GPU, vLLM", "equal tokens on vLLM's CPU build, with a tiny model",
-        360, "tools.gpu.parts.vllm:run",
+        300, "tools.gpu.parts.vllm:run",
     ),
     Part(
         "sanitizer", "the worker's tests under compute-sanitizer",
