@@ -139,7 +139,7 @@ class _RoundTrip:
 
     def _update(self, layer: Any, digits: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Let a layer write digits [heads, K then V content] to the slots of its cache."""
-        parts = digits.split([self._tokens * dim for dim in self._dims], dim=1)
+        parts = torch.split(digits, [self._tokens * dim for dim in self._dims], dim=1)
         key, value = (
             self._rows(part.view(self._heads, self._tokens, -1).transpose(0, 1), scale)
             for part, scale in zip(parts, self._scales(layer), strict=True)
@@ -173,7 +173,8 @@ class _LatentRoundTrip(_RoundTrip):
 
     def _update(self, layer: Any, digits: Tensor, cache: Tensor, slots: Tensor) -> None:
         rows = self._rows(digits.view(self._tokens, -1), self._scales(layer)[0])
-        latent, rope = rows.split([layer.impl.kv_lora_rank, layer.impl.qk_rope_head_dim], dim=1)
+        widths = [layer.impl.kv_lora_rank, layer.impl.qk_rope_head_dim]
+        latent, rope = torch.split(rows, widths, dim=1)
         layer.impl.do_kv_cache_update(
             latent.contiguous(),
             rope.unsqueeze(1).contiguous(),

@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvcore.errors import UnsupportedError
 from kvcore.harness.models import tiny_model
 from kvcore.testing.engine.model import load
-from kvcore_vllm.describe import describe
+from kvcore_vllm.describe import describe, lookahead
 
 LAYERS, HEADS, DIM = 2, 2, 64
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -164,10 +164,95 @@ def test_latent_attention_is_served_by_its_own_spec() -> None:
         ({"host_resident": True}, "host_resident"),
         ({"role": KVCacheGroupRole.HISPARSE_SOURCE}, "hisparse_source"),
         ({"role": KVCacheGroupRole.HISPARSE_INDEXER}, "hisparse_indexer"),
-        ({"enable_kv_transfer": False}, "rebuilt"),
-        ({"is_eagle_group": True}, "draft"),
+        ({"enable_kv_transfer": False}, "rebuilds"),
     ],
 )
 def test_a_group_that_is_not_the_models_own_kv_is_refused(group: Any, why: str) -> None:
     with pytest.raises(UnsupportedError, match=why):
         describe(vllm_config(), told(spec_of(), **group), 16)
+
+
+# -- drafts --------------------------------------------------------------------------------------
+
+OWN = [f"draft_model.model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
+"""The layers of a draft model that is a model of its own."""
+HEAD = f"model.layers.{LAYERS}.self_attn.attn"
+"""The layer of an EAGLE head or of MTP: it counts on."""
+
+
+def drafting(**changes: Any) -> Any:
+    """Return vLLM's config with a draft model, with other values at dotted paths."""
+    args = EngineArgs(
+        str(model()),
+        dtype="float32",
+        enforce_eager=True,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(model()),
+            "num_speculative_tokens": 2,
+        },
+    )
+    made = args.create_engine_config()
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        holder: Any = made
+        for name in way:
+            holder = getattr(holder, name)
+        object.__setattr__(holder, last, value)
+    return made
+
+
+def drafted_names(extra: list[str]) -> tuple[str, ...]:
+    names = [*reversed(NAMES), *extra]
+    group = KVCacheGroupSpec(names, spec_of(), is_eagle_group=HEAD in extra)
+    told = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[group])
+    found = describe(drafting(), told, 16)
+    assert found.shape.layers == LAYERS + len(extra)
+    return found.groups[0].names
+
+
+def test_layers_of_a_draft_follow_the_models_own_in_every_process() -> None:
+    """Ranks and engines that name them in another order mean the same blocks."""
+    assert drafted_names(OWN[::-1]) == (*NAMES, *OWN)
+    assert drafted_names([HEAD]) == (*NAMES, HEAD)
+
+
+def test_kv_beside_a_draft_is_other_kv() -> None:
+    plain = describe(vllm_config(), told(spec_of()), 16)
+    assert describe(drafting(), told(spec_of()), 16).fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"speculative_config__method": "medusa"}, "'medusa'; kvcore serves 'draft_model', 'ea"),
+        ({"speculative_config__method": "mlp_speculator"}, "'mlp_speculator'"),
+        ({"speculative_config__parallel_drafting": True}, "parallel_drafting"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        (
+            {"speculative_config__draft_parallel_config__tensor_parallel_size": 2},
+            "draft_tensor_parallel_size=2 with tensor_parallel_size=1",
+        ),
+        (
+            {
+                "speculative_config__draft_model_config__get_total_num_kv_heads": lambda: 1,
+            },
+            "a draft model of 1 KV heads beside a model of 2",
+        ),
+    ],
+)
+def test_drafts_that_kvcore_cannot_serve_are_refused_by_name(
+    changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        describe(drafting(**changes), told(spec_of()), 16)
+
+
+def test_the_tokens_that_a_draft_looks_ahead() -> None:
+    assert lookahead(vllm_config()) == 0
+    assert lookahead(drafting()) == 0
+    for method in ("eagle", "eagle3", "mtp"):
+        assert lookahead(drafting(speculative_config__method=method)) == 1, method
+    several = drafting(speculative_config__method="mtp")
+    several.speculative_config.draft_model_config.hf_config.n_predict = 3
+    assert lookahead(several) == 3

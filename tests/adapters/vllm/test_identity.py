@@ -89,6 +89,19 @@ LONG = having(_set("model_config.hf_text_config.rope_parameters", LONGROPE))
 LORA = having(_set("lora_config", LoRAConfig(max_lora_rank=16, lora_dtype=torch.float32)))
 PIPELINE = having(_set("parallel_config.pipeline_parallel_size", 2))
 
+DRAFT = {"method": "draft_model", "model": str(folder()), "num_speculative_tokens": 2}
+
+
+def other() -> str:
+    """Return a model of the same shape with other weights."""
+    return str(tiny_model("llama", layers=2, heads=4, kv_heads=2, head_dim=64, seed=1))
+
+
+def drafted(change: Callable[[Any], None] = lambda made: None) -> ModelIdentity:
+    """Return the identity of the model beside itself as a draft model."""
+    return identity(having(change, config(speculative_config=DRAFT)))
+
+
 CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
     "config": [
         lambda: (identity(config()), identity(config(hf_overrides={"rms_norm_eps": 0.5}))),
@@ -140,6 +153,23 @@ CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
             identity(config(), EIGHT_BIT),
             identity(having(_set("cache_config.kv_cache_dtype_skip_layers", ["0"])), EIGHT_BIT),
         ),
+    ],
+    "draft": [
+        lambda: (identity(config()), drafted()),
+        lambda: (
+            drafted(),
+            drafted(_set("speculative_config.draft_model_config.dtype", torch.bfloat16)),
+        ),
+        lambda: (
+            drafted(),
+            drafted(
+                _set(
+                    "speculative_config.draft_model_config.hf_config.quantization_config", {"b": 4}
+                )
+            ),
+        ),
+        lambda: (drafted(), drafted(_set("speculative_config.method", "eagle"))),
+        lambda: (drafted(), drafted(_set("speculative_config.draft_model_config.model", other()))),
     ],
     "rope": [
         lambda: (

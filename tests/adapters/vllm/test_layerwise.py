@@ -20,9 +20,15 @@ from support.vllm_leader import PAGES, LeaderRig
 @pytest.mark.parametrize("mode", [None, *CUDAGraphMode])
 def test_full_graphs_wait_for_whole_loads(mode: Any, wanted: bool) -> None:
     config = load_config(overrides={"vllm": {"layerwise": wanted}}, env={})
-    vllm_config: Any = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+    vllm_config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode), speculative_config=None
+    )
     full = mode is not None and "FULL" in mode.name
     assert loads_layerwise(config, vllm_config) == (wanted and not full)
+    vllm_config.speculative_config = SimpleNamespace(method="ngram")
+    assert loads_layerwise(config, vllm_config) == (wanted and not full)
+    vllm_config.speculative_config = SimpleNamespace(method="mtp", draft_model_config=object())
+    assert not loads_layerwise(config, vllm_config), "the draft's forwards wait for no layer"
 
 
 @pytest.mark.parametrize("layerwise", [True, False])

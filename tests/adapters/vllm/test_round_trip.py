@@ -149,7 +149,7 @@ def tiled(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *rest: Any) 
 def low(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, kind: str, scale: Any) -> None:
     """FP8 with a scale, kept as bytes."""
     parts = [(part / scale).to(torch.float8_e4m3fn).view(torch.uint8) for part in (kv_c, k_pe)]
-    latents(parts[0], parts[1], cache, slots)
+    latents(parts[0], parts[1], cache, slots, kind, scale)
 
 
 def run_latents(write: Callable[..., None], dtype: str = "bfloat16", scale: float = 1.0) -> None:
@@ -184,7 +184,7 @@ def test_latents_in_another_order_are_refused(write: Callable[..., None]) -> Non
 
 def test_latents_that_lie_elsewhere_within_the_page_are_refused() -> None:
     def flipped(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *rest: Any) -> None:
-        latents(kv_c, k_pe, cache, slots.flip(0))
+        latents(kv_c, k_pe, cache, slots.flip(0), *rest)
 
     with pytest.raises(LayoutError, match="in another order"):
         run_latents(flipped)
