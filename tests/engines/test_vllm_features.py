@@ -320,20 +320,6 @@ def fails_and_is_computed(made: Guessing, reference: Reference, asked: list[list
     assert all(answer.reused_tokens for answer in warm), "what was computed instead was saved"
 
 
-def test_a_draft_model_is_declined_and_the_engine_runs(
-    reference: Reference, model: Path, documents: list[list[int]]
-) -> None:
-    speculation = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
-    with engine(model, HOST_ONLY, speculative_config=speculation) as process:
-        for _ in range(2):
-            got = answers(process, documents[:4])
-            assert_same_answers(got, reference(documents[:4]))
-            assert sum(answer.reused_tokens for answer in got) == 0
-            settle_and_empty(process)
-        log = process.log.read_text()
-    assert log.count("keeps KV of a draft model") >= 1
-
-
 def test_a_model_with_states_runs_untouched() -> None:
     """Short convolutions keep a state that token blocks cannot hold."""
     lfm2 = tiny_model("lfm2", layers=6)

@@ -7,6 +7,7 @@ loaded the model already, which changes the config that it holds: such fields ar
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,15 @@ WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
 _WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
 """Fields that vLLM adds to a quantisation config while it loads the weights."""
 
+_ROPES_WRITTEN = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+"""Types of rope that vLLM's DeepSeek models write into their config while they load, for those that
+were there."""
+
+_WRITTEN_BY_DRAFTS = frozenset(
+    {"draft_vocab_size", "image_token_index", "layer_types", "no_rope_layers", "target_layer_count"}
+)
+"""Fields that vLLM's draft models change in their config while they load, from the target's."""
+
 
 def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
@@ -46,8 +56,8 @@ def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> Model
     Raises UnsupportedError if the weights cannot be read.
     """
     model = vllm_config.model_config
-    text = model.hf_text_config.to_dict()
-    config, _ = split_config(*_configs(model))
+    whole, text = _configs(model)
+    config, _ = split_config(whole, text)
     weights, alone = _weights(model, vllm_config.load_config)
     draft, unknown = _draft(vllm_config)
     plain = not specs or specs[0].kv_quant_mode.name == "NONE"
@@ -99,31 +109,63 @@ def _draft(vllm_config: VllmConfig) -> tuple[object | None, tuple[str, ...]]:
         return None, ()
     load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
     weights, alone = _weights(draft, load)
-    config, _ = split_config(*_configs(draft))
+    whole, text = (_as_told(told) for told in _configs(draft))
+    config, _ = split_config(whole, text)
     found = {
         "method": str(speculative.method),
         "parallel": bool(getattr(speculative, "parallel_drafting", False)),
         "config": config,
+        "file": _config_file(draft),
         "weights": weights.digest,
         "load": _load(draft, load),
         "code": _code(draft),
         "dtype": str(draft.dtype),
         "quantization": _quantization(draft, load),
-        "rope": rope_rule(draft.hf_text_config.to_dict(), "vllm", draft.max_model_len),
+        "rope": rope_rule(text, "vllm", draft.max_model_len),
     }
     return found, (weights.alone, alone)
 
 
+def _as_told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a draft model's config as it was before the model was loaded, at every depth."""
+    return {
+        name: _as_told(item) if isinstance(item, Mapping) else item
+        for name, item in config.items()
+        if name not in _WRITTEN_BY_DRAFTS
+    }
+
+
+def _config_file(model: ModelConfig) -> str | None:
+    """Return the digest of the config in a model's folder; None if it has no folder."""
+    path = Path(model.model) / "config.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
 def _configs(model: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the checkpoint's config with its overrides, and its text model's."""
+    """Return the checkpoint's config with its overrides, and its text model's.
+
+    A worker, which has loaded the model, returns the same as the leader, which has not.
+    """
     whole, text = model.hf_config.to_dict(), model.hf_text_config.to_dict()
     for config in (whole, text):
+        config |= _with_ropes_as_told(config)
         told = config.get("quantization_config")
         if isinstance(told, Mapping):
             config["quantization_config"] = {
                 name: item for name, item in told.items() if name not in _WRITTEN_BY_WORKERS
             }
     return whole, text
+
+
+def _with_ropes_as_told(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _with_ropes_as_told(item)
+        if isinstance(item, Mapping)
+        else _ROPES_WRITTEN.get(item, item)
+        if name == "rope_type"
+        else item
+        for name, item in config.items()
+    }
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> tuple[Weights, str]:

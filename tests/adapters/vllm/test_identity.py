@@ -275,6 +275,23 @@ def test_what_workers_write_into_the_config_does_not_part_them_from_the_leader()
     )
 
 
+def test_a_rope_that_workers_rename_does_not_part_them_from_the_leader() -> None:
+    """DeepSeek's models rename it while they load. A disk that both open then was refused."""
+    told = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    where = "model_config.hf_config.rope_parameters"
+    leader = identity(having(_set(where, dict(told))))
+    worker = identity(having(_set(where, told | {"rope_type": "deepseek_yarn"})))
+    assert worker == leader
+    assert leader.rope is None
+    assert identity(having(_set(where, told | {"rope_type": "linear"}))) != leader
+
+
+def test_what_a_draft_writes_into_its_config_does_not_part_workers_from_the_leader() -> None:
+    draft = "speculative_config.draft_model_config.hf_config"
+    for name in ("draft_vocab_size", "target_layer_count"):
+        assert drafted(_set(f"{draft}.{name}", 7)) == drafted()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
