@@ -158,14 +158,13 @@ def _configs(model: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _with_ropes_as_told(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: _with_ropes_as_told(item)
-        if isinstance(item, Mapping)
-        else _ROPES_WRITTEN.get(item, item)
-        if name == "rope_type"
-        else item
-        for name, item in config.items()
-    }
+    found = {}
+    for name, item in config.items():
+        if isinstance(item, Mapping):
+            found[name] = _with_ropes_as_told(item)
+        else:
+            found[name] = _ROPES_WRITTEN.get(item, item) if name == "rope_type" else item
+    return found
 
 
 def _weights(model: ModelConfig, load: LoadConfig) -> tuple[Weights, str]:

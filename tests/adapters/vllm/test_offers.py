@@ -50,6 +50,17 @@ def test_fewer_tokens_come_from_the_start_of_the_offer(
     assert list(graph.keys) == rig.chain.keys[first:last]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 3, 16])
+def test_as_many_tokens_as_a_draft_looks_ahead_are_computed_again(ahead: int) -> None:
+    """The draft's KV of them depends on tokens that are no part of the hit."""
+    rig = LeaderRig(lookahead=ahead)
+    offered, _ = ask(rig)
+    assert offered == 400 - ahead
+    graph = take(rig, offered)
+    assert graph is not None
+    assert list(graph.keys) == rig.chain.keys[: -(-offered // BLOCK)]
+
+
 def test_more_tokens_than_were_offered_are_computed(rig: LeaderRig) -> None:
     offered, _ = ask(rig)
     assert take(rig, offered + 1) is None
