@@ -144,6 +144,16 @@ def test_memory_is_faulted_in_from_cores_near_the_device_before_it_is_registered
     assert os.sched_getaffinity(0) == set(mine)
 
 
+def test_memory_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(index=1)
+    arena = HostArena(SHAPE, 2, huge_pages=False, pin=gpu(machine))
+    assert machine.registered
+    left = []
+    monkeypatch.setattr(hugepages.Pages, "close", lambda pages: left.append(machine.registered))
+    arena.close()
+    assert left == [{}]
+
+
 @pytest.mark.parametrize("stops", [0, 2, None])
 def test_memory_is_faulted_in_until_it_is_not_wanted(stops: int | None) -> None:
     pages = hugepages.Pages(4 * hugepages.HUGE_PAGE + PAGE, huge=False)
@@ -152,6 +162,23 @@ def test_memory_is_faulted_in_until_it_is_not_wanted(stops: int | None) -> None:
     found = pages.resident_nbytes()
     assert found == (pages.view.nbytes if stops is None else stops * hugepages.HUGE_PAGE)
     pages.close()
+
+
+def test_who_waits_for_an_event_lets_the_core_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's events spin by default, a core each."""
+    made = []
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            made.append(options)
+
+        def record(self, stream: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for timed in (False, True):
+        devices._CudaStream(object()).record(timed=timed)
+    assert made == [{"enable_timing": timed, "blocking": True} for timed in (False, True)]
 
 
 class Runtime:
