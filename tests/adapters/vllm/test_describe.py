@@ -227,6 +227,13 @@ def test_kv_beside_a_draft_is_other_kv() -> None:
     [
         ({"speculative_config__method": "medusa"}, "'medusa'; kvcore serves 'draft_model', 'ea"),
         ({"speculative_config__method": "mlp_speculator"}, "'mlp_speculator'"),
+        (
+            {
+                "speculative_config__method": "custom_class",
+                "speculative_config__draft_model_config": None,
+            },
+            "'custom_class'",
+        ),
         ({"speculative_config__parallel_drafting": True}, "parallel_drafting"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         (
@@ -246,6 +253,16 @@ def test_drafts_that_kvcore_cannot_serve_are_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=why):
         describe(drafting(**changes), told(spec_of()), 16)
+
+
+def test_latents_beside_keys_and_values_of_the_same_width_are_refused() -> None:
+    """A draft of latents beside a model of K and V, or the other way round."""
+    latents = spec_of(MLAAttentionSpec)
+    specs = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs=dict(zip(NAMES, (spec_of(), latents), strict=True))
+    )
+    with pytest.raises(UnsupportedError, match="different heads or dtypes"):
+        describe(vllm_config(), told(specs), 16)
 
 
 def test_the_tokens_that_a_draft_looks_ahead() -> None:

@@ -309,6 +309,11 @@ def test_weights_that_cannot_be_told_apart_are_named(
     assert why in said
 
 
+def test_a_drafts_weights_that_cannot_be_told_apart_are_named() -> None:
+    [said] = drafted(_set("speculative_config.draft_model_config.model", "org/draft")).alone
+    assert "no commit" in said
+
+
 def test_scales_of_the_first_prompt_are_named() -> None:
     made = having(_set("cache_config.calculate_kv_scales", True))
     assert identity(made).alone == ()

@@ -35,7 +35,7 @@ PAGES: Any = SimpleNamespace(get_block_ids=lambda: [np.arange(26).tolist()])
 class Side:
     """A scheduler side with ``PROMPT`` on disk, and what it stands on."""
 
-    def __init__(self, planner: bool = True) -> None:
+    def __init__(self, planner: bool = True, lookahead: int = 0) -> None:
         self.config = load_config(None, {"planner": {"enabled": planner}})
         self.index = BlockIndex([TierSpec("host", 64), TierSpec("disk", 64)])
         self.outbox, self.metrics = Outbox(1), Metrics("leader")
@@ -56,7 +56,7 @@ class Side:
             recorder=recorder,
             planning=planning if planner else None,
         )
-        self.side = Leader(self.config, MODEL, parts, self.outbox, {})
+        self.side = Leader(self.config, MODEL, parts, self.outbox, {}, lookahead=lookahead)
         chain = KeyChain(self.side.namespaces.of(), BLOCK)
         chain.extend(PROMPT)
         made = self.index.lifecycle.reserve("disk", chain.keys, 0, 25, chain.namespace.digest)
@@ -116,6 +116,14 @@ def test_a_fast_disk_is_loaded_as_ever() -> None:
     made.teach(load=1e-4)
     assert made.ask() == (400, True)
     assert made.misses == {}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_plan_does_not_load_what_a_draft_needs_computed(known: bool) -> None:
+    made = Side(lookahead=3)
+    if known:
+        made.teach(load=1e-4)
+    assert made.ask() == (397, True)
 
 
 def test_a_load_between_steps_has_the_deadline_of_its_plan() -> None:

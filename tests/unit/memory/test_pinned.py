@@ -149,7 +149,7 @@ def test_memory_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.Monkey
     arena = HostArena(SHAPE, 2, huge_pages=False, pin=gpu(machine))
     assert machine.registered
     left = []
-    monkeypatch.setattr(hugepages.Pages, "close", lambda pages: left.append(machine.registered))
+    monkeypatch.setattr(hugepages.Pages, "close", lambda pages: left.append(dict(machine.registered)))
     arena.close()
     assert left == [{}]
 
