@@ -141,10 +141,11 @@ def test_an_arena_that_is_used_while_it_is_registered_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is accepted before the last chunk is there."""
-    register, go_on = RecordingDevice.register, threading.Event()
+    register, go_on, began = RecordingDevice.register, threading.Event(), threading.Event()
 
     def slow(device: RecordingDevice, address: int, nbytes: int) -> None:
         register(device, address, nbytes)
+        began.set()
         assert go_on.wait(60)
 
     monkeypatch.setattr(RecordingDevice, "register", slow)
@@ -157,9 +158,11 @@ def test_an_arena_that_is_used_while_it_is_registered_is_found(
 
     def trial(machine: Machine, seed: int) -> None:
         go_on.clear()
+        began.clear()
         try:
             rank = ServedRank(machine, tmp_path / str(seed), way=Way.STAGED, waits=False)
             rank.replay({}, {3: 1})
+            assert began.wait(60), "the first chunk is registered"
             refused = rank.worker.submit(save(rank, [23]))
             assert not refused
             rank.worker.wait_device(session_graph(rank))
