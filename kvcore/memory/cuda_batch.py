@@ -28,8 +28,9 @@ _SINCE = 12080
 _IN_STREAM_ORDER = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: a source is read after the stream's earlier work.
 
-It is right for every source. The staging of a save needs it, because a kernel of the same stream
-fills it. Reading in any order, and the flag "prefer overlap", changed no rate on an H200.
+It is right for every source. The staging of a save needs it, because it is filled by a kernel that
+the stream has waited for. Reading in any order, and the flag "prefer overlap", changed no rate on
+an H200.
 """
 
 

@@ -113,7 +113,8 @@ class Pages:
     def take(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Fault in all of the memory by several threads, on huge pages if possible. Blocks.
 
-        It ends early if ``wanted`` returns False, and at once on Linux before 5.14.
+        It ends early if ``wanted`` returns False, and at once on Linux before 5.14. The calling
+        thread does the work of threads that cannot be started.
         """
         size = max(_LEAST_OF_A_THREAD, -(-self.view.nbytes // _TAKERS))
         size = -(-size // HUGE_PAGE) * HUGE_PAGE
@@ -124,8 +125,13 @@ class Pages:
                 if not wanted() or _populate(self.address + at, min(_AT_ONCE, stop - at)):
                     return
 
-        with ThreadPoolExecutor(_TAKERS, "kvcore-take") as threads:
-            list(threads.map(part, range(0, self.view.nbytes, size)))
+        starts = range(0, self.view.nbytes, size)
+        try:
+            with ThreadPoolExecutor(_TAKERS, "kvcore-take") as threads:
+                list(threads.map(part, starts))
+        except RuntimeError:  # a limit of threads; what is there already costs little
+            for start in starts:
+                part(start)
 
     def close(self) -> None:
         """Free the memory, or if views of it are in use, when the last view is gone."""

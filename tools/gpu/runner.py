@@ -96,7 +96,8 @@ class Runner:
         why = "; ".join(f"{line['what']}: {line['detail']}" for line in failures)
         if ended and not (ended == _exited(1) and failures):
             why = f"{ended}; {why}" if why else ended
-        tail = log.read_text(errors="replace").splitlines()[-TAIL:]
+        written = log.read_text(errors="replace").replace(f"{ROOT}/", "")  # results are published
+        tail = written.splitlines()[-TAIL:]
         return {
             "name": part.name,
             "title": part.title,

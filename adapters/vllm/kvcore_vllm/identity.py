@@ -163,7 +163,7 @@ def _with_ropes_as_told(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(item, Mapping):
             found[name] = _with_ropes_as_told(item)
         else:
-            found[name] = _ROPES_WRITTEN.get(item, item) if name == "rope_type" else item
+            found[name] = _ROPES_WRITTEN.get(str(item), item) if name == "rope_type" else item
     return found
 
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,6 +182,19 @@ def test_who_waits_for_an_event_lets_the_core_go(monkeypatch: pytest.MonkeyPatch
     for timed in (False, True):
         devices._CudaStream(object()).record(timed=timed)
     assert made == [{"enable_timing": timed, "blocking": True} for timed in (False, True)]
+
+
+def test_memory_is_faulted_in_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pages = hugepages.Pages(2 * hugepages.HUGE_PAGE, huge=False)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    pages.take()
+    assert pages.resident_nbytes() == pages.view.nbytes
+    pages.close()
 
 
 class Runtime:

@@ -73,6 +73,8 @@ def test_it_goes_on_after_every_way_to_fail(tmp_path: Path, env: dict[str, str])
     }  # fmt: skip
     assert found["raises"]["why"] == "it ended with exit status 1"
     assert found["raises"]["tail"][-1] == "RuntimeError: the kernel is not there"
+    assert any("tests/support" in line for line in found["raises"]["tail"])
+    assert not any(str(ROOT) in line for line in found["raises"]["tail"]), "results are published"
     assert found["crashes"]["why"] == "it was ended by SIGSEGV"
     assert any("about to read address 0" in line for line in found["crashes"]["tail"])
     assert found["is_killed"]["why"] == "it was ended by SIGKILL"
