@@ -30,7 +30,9 @@ from kvcore.fusion.select import Selector
 from kvcore.index import Event
 from kvcore.manager import Transport
 from kvcore.manager.load_advisor import LoadAdvisor
+from kvcore.errors import UnsupportedError
 from kvcore.memory.layout import KVView
+from kvcore.memory.points import StatePages
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
 from kvcore.runtime.build import ManagerParts, WorkerParts
@@ -85,6 +87,11 @@ def build_leader(
 
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
+    if model.point is not None and config.server.address is not None:
+        raise UnsupportedError(
+            "a model with states behind a server (server.address): leave the address away, so that "
+            "kvcore keeps its own host memory"
+        )
     if recorder is not None:
         on_event = recorder.listener(on_event)
     if config.server.address is None:
@@ -218,14 +225,18 @@ def build_planner(
 
 
 def build_worker(
-    config: Config, model: ModelDescription, rank: int, views: Sequence[KVView]
+    config: Config,
+    model: ModelDescription,
+    rank: int,
+    views: Sequence[KVView],
+    states: StatePages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank``, over its own arena or over a server's.
 
-    See `kvcore.runtime.build.build_worker` for ``views`` and for the errors raised.
+    See `kvcore.runtime.build.build_worker` for ``views``, ``states`` and the errors raised.
     """
     if config.server.address is None:
-        return runtime.build_worker(config, model, rank, views)
+        return runtime.build_worker(config, model, rank, views, states=states)
     from kvcore.server.worker import ServedWorker
 
     served = partial(ServedWorker, served=config, model=model, rank=rank)

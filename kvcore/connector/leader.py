@@ -23,7 +23,14 @@ import numpy.typing as npt
 
 from kvcore.config import Config
 from kvcore.connector.fusion_scheduler import FusionScheduler
-from kvcore.connector.page_table import PageTables, PageUsers, Paging, Place, of_one_pool
+from kvcore.connector.page_table import (
+    PageTables,
+    PageUsers,
+    Paging,
+    Place,
+    PointPages,
+    of_one_pool,
+)
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.manager import HOST, Hit, Manager, Transport
 from kvcore.manager.base import Lane, Planned
@@ -202,18 +209,22 @@ class LeaderCore(ABC, Generic[F]):
         lane: Lane | None = None,
         *,
         known: int = 0,
+        states: Mapping[int, int] | None = None,
     ) -> TransferGraph | None:
         """Launch a save of those of the first ``blocks`` of a chain that no tier holds.
 
-        Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
+        ``states`` are the pages of the states at their end, by group: with them a resume point is
+        saved, which a model with states needs behind its blocks. Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
         request's page tables. ``tokens`` are all tokens of the request, or None if they do not
         determine its KV. Fusion learns the tokens of blocks [known, blocks) when the graph has
         stopped using the pages, or at once if there is no graph.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
         told = None if published is None else _listed(published)
-        planned = self.manager.plan_save(chain.keys, chain.namespace.digest, blocks, told)
-        graph = None if planned is None else self._launch_save(planned, pages, lane)
+        planned = self.manager.plan_save(
+            chain.keys, chain.namespace.digest, blocks, told, point=states is not None
+        )
+        graph = None if planned is None else self._launch_save(planned, pages, lane, states)
         if tokens is not None and self._fusion is not None and blocks > known:
             saved = _Saved(chain, known, blocks, tokens)
             if graph is None:
@@ -223,10 +234,18 @@ class LeaderCore(ABC, Generic[F]):
         return graph
 
     def _launch_save(
-        self, planned: Planned, pages: PageTables, lane: Lane | None
+        self,
+        planned: Planned,
+        pages: PageTables,
+        lane: Lane | None,
+        states: Mapping[int, int] | None,
     ) -> TransferGraph | None:
         """Launch a planned save. Returns None if the engine no longer has all of its pages."""
-        units = self._paging.whole_units(pages, *planned.blocks)
+        (start, stop), point, edge = planned.blocks, None, planned.graph.point
+        if edge is not None and states is not None:
+            edge = max(edge, 0)
+            point, stop = PointPages(stop - start - edge, states), start + edge
+        units = self._paging.whole_units(pages, start, stop, point)
         if units is None:
             self.manager.drop(planned)
             return None

@@ -8,9 +8,10 @@ units    │   u     │   u+1   │   v     │              gcd(32, 16) = 16: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from kvcore.transfer.graph import SKIP, OpReport, TransferGraph, UnitTable
 __all__ = [
     "PageTables",
     "PageUsers",
+    "PointPages",
     "Paging",
     "Place",
     "has_gap",
@@ -28,6 +30,13 @@ __all__ = [
     "pages_of",
     "unit_table",
 ]
+
+class PointPages(NamedTuple):
+    """The pages of a resume point: its last ``rows`` rows, and the page of each group of states."""
+
+    rows: int
+    pages: Mapping[int, int]
+
 
 PageTables = Sequence[Sequence[int]]
 """Page tables of a request, one for each layer group."""
@@ -113,18 +122,40 @@ class Paging:
         self._place = place
 
     def units(
-        self, pages: PageTables, start: int, stop: int, from_token: int = 0
+        self,
+        pages: PageTables,
+        start: int,
+        stop: int,
+        from_token: int = 0,
+        point: PointPages | None = None,
     ) -> list[UnitTable]:
-        """Return the `unit_table` of blocks [start, stop) for each group."""
+        """Return the `unit_table` of blocks [start, stop) for each group.
+
+        With ``point``, the rows of a resume point follow.
+        """
         return [
-            self._table(group, pages[group.index], start, stop, from_token)
+            self._states(group, stop - start, point)
+            if group.states
+            else _with_rows(self._table(group, pages[group.index], start, stop, from_token), point)
             for group in self._groups
         ]
 
-    def whole_units(self, pages: PageTables, start: int, stop: int) -> list[UnitTable] | None:
+    def whole_units(
+        self, pages: PageTables, start: int, stop: int, point: PointPages | None = None
+    ) -> list[UnitTable] | None:
         """Return `units`, or None if a token has no place on the device."""
         tables = self.units(pages, start, stop)
-        return None if any(map(has_gap, tables)) else tables
+        for group, table in zip(self._groups, tables, strict=True):
+            if has_gap(table) and not group.states:
+                return None
+        return tables if point is None else self.units(pages, start, stop, point=point)
+
+    @staticmethod
+    def _states(group: LayerGroup, blocks: int, point: PointPages | None) -> UnitTable:
+        """Return the table of a group of states: a page for each row of the point."""
+        rows, page = (0, SKIP) if point is None else (point.rows, point.pages[group.index])
+        units = np.array([SKIP] * blocks + [page] * rows, dtype=np.int64)
+        return UnitTable.of(units.reshape(-1, 1), group.page_tokens)
 
     def pages_of(self, units: Iterable[UnitTable]) -> list[int]:
         """Return every page that contains a copied unit, numbered by ``place``, ascending."""
@@ -136,6 +167,14 @@ class Paging:
         return unit_table(
             group, pages, self._block_tokens, start, stop, from_token, no_page=self._no_page
         )
+
+
+def _with_rows(table: UnitTable, point: PointPages | None) -> UnitTable:
+    """Return a table with a row without units for each row of ``point``."""
+    if point is None:
+        return table
+    more = np.full((point.rows, table.units_per_block), SKIP, dtype=np.int64)
+    return UnitTable.of(np.concatenate([table.array(), more]), table.unit_tokens)
 
 
 class PageUsers:

@@ -236,8 +236,9 @@ class RequestLog:
             record.failures, record.began = old.failures, old.began
             record.misses = [miss for miss in old.misses if miss.cause is Cause.FAILED]
         record.matched = [
-            (source.tier, source.start * block_tokens, source.stop * block_tokens)
+            (source.tier, source.start * block_tokens, min(source.stop, hit.blocks) * block_tokens)
             for source in hit.sources
+            if source.start < hit.blocks
         ]
         first = repr(list(tokens[:block_tokens])).encode()
         seen = hashlib.blake2b(first, digest_size=16).digest()

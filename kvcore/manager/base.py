@@ -158,17 +158,26 @@ class Source(NamedTuple):
 class Hit:
     """The leading blocks of a chain that the tiers hold together.
 
-    ``sources`` are adjacent, host first, and cover blocks [0, depth).
+    ``sources`` are adjacent, host first, and cover blocks [0, depth). If the model keeps resume
+    points, ``keys`` end in the ``point`` rows of the one that was found, which ``depth`` counts.
+    ``reached`` leading blocks of the prompt are held then, with or without a point.
     """
 
     keys: Sequence[bytes]
     namespace: bytes
     sources: tuple[Source, ...]
+    point: int = 0
+    reached: int = 0
 
     @property
     def depth(self) -> int:
-        """The number of leading blocks that are held."""
+        """The number of leading blocks that are held, and of rows of a resume point."""
         return self.sources[-1].stop if self.sources else 0
+
+    @property
+    def blocks(self) -> int:
+        """The number of leading blocks with which the model can go on."""
+        return self.depth - self.point
 
     @property
     def in_host(self) -> int:
@@ -190,8 +199,8 @@ class Planned(NamedTuple):
 
     Attributes:
         graph: the copies, without unit tables.
-        keys: the chain of its prompt, from the first block.
-        blocks: the blocks of the chain that are copied; row 0 of the graph is the first.
+        keys: the chain of its prompt, from the first block, with the rows of a resume point.
+        blocks: the blocks and rows of the chain that are copied; row 0 of the graph is the first.
         tokens: the tokens of the chain from its first block on, if events publish them.
     """
 
@@ -283,8 +292,14 @@ class Manager(ABC):
     # -- lookup ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
-        """Return the longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O."""
+    def get_match(
+        self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None
+    ) -> Hit:
+        """Return the longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O.
+
+        If the model keeps resume points, it is the longest that ends in one, of at most ``limit``
+        blocks (default: all). Without points, ``limit`` is not looked at.
+        """
 
     def expected(self, keys: Sequence[bytes]) -> int:
         """Count the leading blocks that a tier holds or is receiving.
@@ -379,10 +394,13 @@ class Manager(ABC):
         namespace: bytes,
         stop: int,
         tokens: Sequence[int] | None = None,
+        *,
+        point: bool = False,
     ) -> Planned | None:
         """Plan a save of the blocks of ``keys[:stop]`` that the host tier lacks.
 
-        ``tokens`` are the tokens of the chain from the first block on, if events may publish them.
+        With ``point``, the rows of the resume point behind them follow, all of them or the plan is
+        None: without its point, no hit could end there. ``tokens`` are the tokens of the chain from the first block on, if events may publish them.
         Room is made now: if the engine turns out not to have the pages any more, and the plan is
         dropped, the blocks that were evicted for it stay evicted.
 

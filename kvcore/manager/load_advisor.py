@@ -171,9 +171,9 @@ class LoadAdvisor:
         """Return the planner's input for a lookup, with the reads in flight. Decides nothing."""
         start = computed // self._block
         sources = tuple(
-            TokenSource(source.tier, source.stop * self._block)
+            TokenSource(source.tier, min(source.stop, hit.blocks) * self._block)
             for source in hit.sources
-            if source.stop > start
+            if source.stop > start and source.start < hit.blocks
         )
         ahead = {
             tier: Ahead(operations, blocks * self._block_bytes)

@@ -53,6 +53,8 @@ class Loader:
         """Plan a load of ``blocks`` of ``hit`` to the device; see `Manager.plan_load`."""
         if not 0 <= blocks.start < blocks.stop <= hit.depth:
             raise TransferError(f"a load of blocks {blocks.start}..{blocks.stop} of {hit.depth}")
+        if hit.point and blocks.stop < hit.depth:
+            raise TransferError(f"a load up to block {blocks.stop}, which ends in no resume point")
         flight = Flight(hit.keys, blocks.start)
         try:
             graph = self._load(flight, hit, blocks, layers, deadline_s)
@@ -130,6 +132,7 @@ class Loader:
             deadline_s=deadline_s,
             nodes=self._nodes(hit, blocks),
             staged=staged,
+            point=hit.blocks - blocks.start if hit.point else None,
         )
 
     def _sources(self, flight: Flight, hit: Hit, blocks: Span) -> tuple[list[int], list[TierRows]]:

@@ -46,6 +46,7 @@ from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Offloader, TokenPublisher
+from kvcore.model.points import PointShape, last_point_key
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import OpReport, Priority, Span, TransferGraph, UnitTable
 
@@ -81,6 +82,7 @@ class KVManager(Manager):
         options: how transfers are planned, and what they may occupy.
         metrics: counts removals, failures and skipped saves; None counts nothing.
         publish_tokens: receives the tokens of blocks that are being saved.
+        points: the resume points of the model; None if it goes on behind any block.
         clock: returns seconds, monotonic.
     """
 
@@ -95,6 +97,7 @@ class KVManager(Manager):
         options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
         publish_tokens: TokenPublisher | None = None,
+        points: PointShape | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -102,6 +105,7 @@ class KVManager(Manager):
         self.upkeep: list[Callable[[], object]] = []
         """Called by every `maintain`."""
         self._metrics = metrics = metrics or Metrics(enabled=False)
+        self._points = points
         self.tiers = tiers = LowerTiers.of(backing, index, clock)
         self.invalidation = Invalidation(index, transport, tiers, metrics)
         self.flights = Flights(
@@ -122,6 +126,7 @@ class KVManager(Manager):
             metrics,
             write_through_in_save=options.write_through_in_save,
             publish_tokens=publish_tokens,
+            points=points,
         )
 
     # -- lookup -----------------------------------------------------------------------------
@@ -130,15 +135,33 @@ class KVManager(Manager):
     def backings(self) -> tuple[Backing, ...]:
         return tuple(self.tiers.bindings.values())
 
-    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
+    def get_match(
+        self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None
+    ) -> Hit:
         self._settle_stores(keys, namespace)
+        hit = Hit(keys, namespace, self._sources(keys))
+        return hit if self._points is None else self._resumable(self._points, hit, limit)
+
+    def _sources(self, keys: Sequence[bytes]) -> tuple[Source, ...]:
         match = self.index.match(keys)
         sources, position = [], 0
         for tier, depth in zip([HOST, *self.tiers.bindings], match.depths, strict=True):
             if depth > position and (tier == HOST or self.tiers.breakers.reads[tier].allows()):
                 sources.append(Source(tier, position, depth))
                 position = depth
-        return Hit(keys, namespace, tuple(sources))
+        return tuple(sources)
+
+    def _resumable(self, points: PointShape, hit: Hit, limit: int | None) -> Hit:
+        """Return the longest hit within ``hit`` that ends in a resume point."""
+        most = hit.depth if limit is None else min(hit.depth, limit)
+        for blocks in range(points.boundary(most), 0, -points.every):
+            if last_point_key(hit.keys[blocks - 1], points.rows) not in self.index:
+                continue
+            chain = points.chain(hit.keys, blocks)
+            sources = self._sources(chain)
+            if sources and sources[-1].stop == len(chain):  # else its tier is not read now
+                return Hit(chain, hit.namespace, sources, points.rows, hit.depth)
+        return Hit(hit.keys, hit.namespace, (), reached=hit.depth)
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         if max(hit.depth, computed) >= len(hit.keys):
@@ -192,8 +215,10 @@ class KVManager(Manager):
         namespace: bytes,
         stop: int,
         tokens: Sequence[int] | None = None,
+        *,
+        point: bool = False,
     ) -> Planned | None:
-        return self.offloader.plan(keys, namespace, stop, tokens)
+        return self.offloader.plan(keys, namespace, stop, tokens, point=point)
 
     def launch(
         self,

@@ -17,6 +17,7 @@ from kvcore.manager.base import HOST, Backing, Planned, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
+from kvcore.model.points import PointShape
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
@@ -46,6 +47,7 @@ class Offloader:
         *,
         write_through_in_save: bool = True,
         publish_tokens: TokenPublisher | None = None,
+        points: PointShape | None = None,
     ) -> None:
         self._index = index
         self._flights = flights
@@ -55,6 +57,7 @@ class Offloader:
         self._metrics = metrics
         self._write_through_in_save = write_through_in_save
         self.publish_tokens = publish_tokens
+        self._points = points
         self._demoting: set[str] = set()
 
     # -- off the device ---------------------------------------------------------------------
@@ -65,11 +68,18 @@ class Offloader:
         namespace: bytes,
         stop: int,
         tokens: Sequence[int] | None = None,
+        *,
+        point: bool = False,
     ) -> Planned | None:
         """Reserve room for blocks of ``keys[:stop]`` that the host tier lacks.
 
         See `Manager.plan_save`.
         """
+        edge: int | None = None  # the row of the chain at which the point begins
+        if point:
+            assert self._points is not None, "a resume point of a model that has none"
+            edge, keys = stop, self._points.chain(keys, stop)
+            stop = len(keys)
         start = self._index.held(HOST, keys[:stop])
         if start >= stop:
             self.offer(keys, namespace, stop)
@@ -81,24 +91,40 @@ class Offloader:
         self._invalidation.count_evicted(HOST, reservation.evicted)
         if reservation.stop < stop:
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - reservation.stop)
+            if edge is not None and len(reservation):
+                self._index.lifecycle.abort(reservation)
+            if edge is not None:
+                return None
         if not len(reservation):
             return None
         # There was no room for the last blocks, or the first were being evicted and were kept.
         blocks = Span(reservation.start, reservation.stop)
         flight = Flight(keys, blocks.start, targets={0: reservation})
-        graph = self._save(flight, keys, namespace, blocks)
+        graph = self._save(flight, keys, namespace, blocks, edge)
         self._flights.plan(flight, graph)
         return Planned(graph, keys, blocks, tokens)
 
     def publish(self, planned: Planned) -> None:
         """Publish the tokens of a plan that is being launched, if anybody is to know them."""
         if planned.tokens is not None and self.publish_tokens is not None:
-            self.publish_tokens(planned.keys, *planned.blocks, planned.tokens)
+            (start, stop), point = planned.blocks, planned.graph.point
+            if point is not None:
+                stop = start + point
+            if start < stop:
+                self.publish_tokens(planned.keys, start, stop, planned.tokens)
 
     def _save(
-        self, flight: Flight, keys: Sequence[bytes], namespace: bytes, blocks: Span
+        self,
+        flight: Flight,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        blocks: Span,
+        edge: int | None,
     ) -> TransferGraph:
-        """Return the graph of a save, whose op 0 fills the reservation that ``flight`` has."""
+        """Return the graph of a save, whose op 0 fills the reservation that ``flight`` has.
+
+        A resume point begins at row ``edge`` of the chain.
+        """
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
         sink_tier = through[0] if through and self._write_through_in_save else None
         sink: TierRows | None = None
@@ -111,6 +137,7 @@ class Offloader:
             flight.targets[0].slots.tolist(),
             sink,
             batch_rows=self._flights.batch,
+            point=None if edge is None else edge - blocks.start,
         )
         _assign(flight, graph)
         flight.on_end.append(lambda: self.offer(keys, namespace, blocks.stop))

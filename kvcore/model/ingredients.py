@@ -200,6 +200,16 @@ class ModelIdentity:
             younger=True,
         )
     )
+    states: object | None = field(
+        metadata=_told(
+            "the states that layers without KV keep (Mamba, gated delta net, convolutions): "
+            "their shapes and types on one rank",
+            vllm="yes, so that states are found by ranks of the same number only",
+            sglang="models with states run untouched",
+            trtllm="models with states run untouched",
+            younger=True,
+        )
+    )
     own: object | None = field(
         metadata=_told(
             "settings that only this engine has",

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from kvcore.errors import LayoutError
 from kvcore.model.parts import Part, evenly
+from kvcore.model.points import PointShape
 from kvcore.model.shape import BlockShape
 
 __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
@@ -37,13 +38,15 @@ class LayerGroup:
     """Layers that share one page table in the engine.
 
     ``layers`` are canonical layer indices in memory order. ``names`` are the engine's names in the
-    same order, if it has any. ``page_tokens`` is the size of a page of the table, in tokens.
+    same order, if it has any. ``page_tokens`` is the size of a page of the table, in tokens. A
+    group whose pages are ``states`` has no layers of blocks: see `kvcore.model.points`.
     """
 
     index: int
     page_tokens: int
     layers: tuple[int, ...]
     names: tuple[str, ...] = ()
+    states: bool = False
 
     def only(self, layers: range) -> LayerGroup:
         """Return the group restricted to ``layers``."""
@@ -62,7 +65,7 @@ class ModelDescription:
     ``fingerprint`` and ``alone`` come from `kvcore.model.ingredients.ModelIdentity`;
     ``world_size`` is the number of ranks. ``stages`` are the layers [start, stop) of each pipeline
     stage, by default one stage with all layers. The tensor-parallel ranks of a stage are
-    consecutive.
+    consecutive. ``point`` is what a resume point has; None if blocks are all that the model keeps.
     """
 
     shape: BlockShape
@@ -71,6 +74,7 @@ class ModelDescription:
     world_size: int
     stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     alone: tuple[str, ...] = field(default=(), kw_only=True)
+    point: PointShape | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -83,6 +87,19 @@ class ModelDescription:
                 f"given {self.world_size} ranks in pipeline stages of layers {self.stages}: stages "
                 f"must split {self.shape.layers} layers in order and have equally many ranks"
             )
+        if self.point is not None:
+            self._check_point(self.point)
+
+    def _check_point(self, point: PointShape) -> None:
+        sizes = {self.rank_shape(rank).nbytes for rank in range(self.world_size)}
+        if sizes != {point.row_nbytes}:
+            raise LayoutError(
+                f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
+                "bytes on a rank: kvcore serves states on ranks with equal parts of a block"
+            )
+        groups = {state.group for state in point.states}
+        if groups != {i for i, group in enumerate(self.groups) if group.states}:
+            raise LayoutError(f"resume points of groups {sorted(groups)} of {self.groups}")
 
     @property
     def single_group(self) -> bool:

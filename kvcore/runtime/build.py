@@ -15,6 +15,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -33,8 +34,10 @@ from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOpt
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
-from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
+from kvcore.memory.points import RowCopy, StatePages, row_copies, row_view
 from kvcore.model.keys import pack_tokens
+from kvcore.model.points import is_point_row
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backings
@@ -100,6 +103,9 @@ def device_slots(config: Config, model: ModelDescription) -> int:
     """
     disk = config.disk
     if disk.path is None or disk.to_device == "off" or config.server.address is not None:
+        return 0
+    if model.point is not None:
+        _log.info("disk.to_device has no effect: rows of resume points go through host memory")
         return 0
     largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
     slots = disk.device_staging // largest
@@ -230,6 +236,8 @@ def build_manager(
     plugins.check(config)
     slots = host_slots(config, model)
     backings = prepare_backings(config, geometry(model), plugins)
+    if model.point is not None:
+        backings = [_without_finder(found) for found in backings]
     host = TierSpec(
         HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
     )
@@ -243,7 +251,7 @@ def build_manager(
     feed = None if events is None else events.feed
     listener = _both(on_event, feed)
     if listener is not None:
-        index.watch(listener)
+        index.watch(listener if model.point is None else partial(_tell_blocks, listener))
     manager = KVManager(
         index,
         transport,
@@ -256,6 +264,7 @@ def build_manager(
         ),
         metrics=metrics,
         publish_tokens=_token_publisher(feed, config.block.tokens),
+        points=model.point,
     )
     manager.invalidation.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
@@ -275,6 +284,35 @@ def build_manager(
     outside = [] if events is None else [events.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
     return ManagerParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
+
+
+def _without_finder(found: PreparedBacking) -> PreparedBacking:
+    """Return a tier of which only what this engine wrote itself is found.
+
+    A store is asked for the blocks of a prompt, not for the resume points behind them.
+    """
+    if found.backing.finder is None:
+        return found
+    _log.warning(
+        "tier %s: of a model with resume points, only what this engine wrote since its start is "
+        "found there",
+        found.spec.name,
+    )
+    return replace(found, backing=replace(found.backing, finder=None))
+
+
+def _tell_blocks(tell: Callable[[Event], None], event: Event) -> None:
+    """Pass on an event without the rows of resume points, which are no blocks of tokens.
+
+    A removal is passed on as it is: nobody was told of those rows.
+    """
+    keys = event.keys
+    if event.stored:
+        parents = (event.parent, *keys)
+        rows = [is_point_row(key, parent) for key, parent in zip(keys, parents, strict=False)]
+        keys = keys[: rows.index(True)] if True in rows else keys
+    if keys:
+        tell(event._replace(keys=keys))
 
 
 def _token_publisher(feed: Feed | None, block_tokens: int) -> TokenPublisher | None:
@@ -357,11 +395,13 @@ def build_worker(
     rank: int,
     views: Sequence[KVView],
     served: Callable[..., KVWorker] | None = None,
+    states: StatePages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank`` and allocate its arena.
 
     ``views`` are the rank's pages: one view for each of the model's groups that has layers on this
-    rank, and no others. ``served`` makes a worker that copies to and from another process's memory
+    rank, and no others. ``states`` are its pages of states, if the model has resume points.
+    ``served`` makes a worker that copies to and from another process's memory
     instead; its own arena then has one slot.
 
     Raises UnsupportedError or LayoutError if KV cannot be moved correctly. Nothing is left open
@@ -369,10 +409,11 @@ def build_worker(
     """
     device = views[0].tensors[0].device
     own = served is None
+    points = [] if model.point is None else row_copies(model.point, states or {})
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
-        arrangement=config.host.arrangement,
+        arrangement=Arrangement.BLOCKWISE if points else config.host.arrangement,
         huge_pages=config.host.huge_pages and own,
         pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,
@@ -386,7 +427,9 @@ def build_worker(
             arena=arena,
             arena_view=arena_view,
             ops=ops,
-            pages=EnginePages(_groups(model, rank, views), model.layer_range(rank)[0], device),
+            pages=EnginePages(
+                _groups(model, rank, views), model.layer_range(rank)[0], device, points
+            ),
             limits=WorkerLimits(
                 config.transfer.copy_threads,
                 queue_depth=config.transfer.queue_depth,
@@ -399,7 +442,7 @@ def build_worker(
         arena.close()
         raise
     try:
-        _prepare(ops, worker, arena_view, config.block.tokens)
+        _prepare(ops, worker, arena_view, config.block.tokens, points)
     except BaseException:
         worker.close()
         raise
@@ -416,7 +459,13 @@ def build_worker(
     )
 
 
-def _prepare(ops: DeviceOps, worker: KVWorker, arena: KVView, block_tokens: int) -> None:
+def _prepare(
+    ops: DeviceOps,
+    worker: KVWorker,
+    arena: KVView,
+    block_tokens: int,
+    points: Sequence[RowCopy],
+) -> None:
     """Compile and allocate what copies of the engine's pages will need, before it captures graphs.
 
     Raises UnsupportedError if the device has no room for it.
@@ -424,13 +473,20 @@ def _prepare(ops: DeviceOps, worker: KVWorker, arena: KVView, block_tokens: int)
     import torch
 
     first = worker.first_layer
-    for group in worker.groups:
-        if not group.layers:
-            continue
-        blocks = arena.select_layers([layer - first for layer in group.layers])
-        unit = gcd(group.view.layout.page_tokens, block_tokens)
+    copied = [
+        (
+            group.view,
+            arena.select_layers([layer - first for layer in group.layers]),
+            gcd(group.view.layout.page_tokens, block_tokens),
+        )
+        for group in worker.groups
+        if group.layers
+    ]
+    size = worker.arena.slot_nbytes
+    copied += [(part.pages, row_view(arena, size, part.pieces), 1) for part in points]
+    for pages, memory, unit in copied:
         try:
-            ops.prepare(group.view, blocks, unit)
+            ops.prepare(pages, memory, unit)
         except torch.OutOfMemoryError as error:
             raise UnsupportedError(
                 f"the device has no room for kvcore's copies ({error}): give the engine less memory"

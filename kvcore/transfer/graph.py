@@ -138,7 +138,9 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     staging on the device, likewise, and empty if no row is read into it. ``units`` has one table
     per group of layers, in the order in which the worker registered its groups; a graph that does
     not touch the device has none. ``deadline_s`` is in seconds from submission; None waits for
-    ever. ``nodes`` are the peer nodes that announced the blocks read from a store.
+    ever. ``nodes`` are the peer nodes that announced the blocks read from a store. ``point`` is the
+    row at which the chain's resume point begins (`kvcore.model.points`); None without one. It is
+    negative if the first rows of the point are not among the graph's.
     """
 
     graph_id: int
@@ -153,6 +155,7 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float | None = None
     nodes: tuple[str, ...] = ()
     staged: tuple[int, ...] = ()
+    point: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -211,6 +214,10 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
                     f"graph {self.graph_id}: unit table of {len(table.data)} bytes for {rows} rows"
                     f" of {table.units_per_block} units of {table.unit_tokens} tokens"
                 )
+        if self.point is not None and self.point >= rows:
+            raise TransferError(
+                f"graph {self.graph_id}: a resume point from row {self.point} on of {rows}"
+            )
         seen: set[int] = set()
         for op in self.ops:
             self._check_op(op, seen)
@@ -227,6 +234,8 @@ class TransferGraph(msgspec.Struct, frozen=True, array_like=True):
             raise TransferError(f"{where}: rows {start}..{stop} of {self.num_rows}")
         if op.layers is not None and not 0 <= op.layers[0] < op.layers[1]:
             raise TransferError(f"{where}: empty layer range {op.layers}")
+        if op.layers is not None and self.point is not None:
+            raise TransferError(f"{where}: given layers {op.layers} of a resume point")
         if op.path.touches_device and not self.units:
             raise TransferError(f"{where}: touches the device but the graph has no unit table")
         if (op.path.writes_tier or op.path.reads_tier) and not op.tier:

@@ -99,6 +99,7 @@ class _Ops:
         deadline_s: float | None = None,
         nodes: tuple[str, ...] = (),
         staged: Sequence[int] = (),
+        point: int | None = None,
     ) -> TransferGraph:
         """Return a graph of the ops so far, without unit tables."""
         return TransferGraph(
@@ -114,6 +115,7 @@ class _Ops:
             deadline_s,
             nodes,
             tuple(staged),
+            point,
         )
 
 
@@ -128,13 +130,15 @@ def build_load(
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
     staged: Sequence[int] = (),
+    point: int | None = None,
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
     Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps
     (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the sources
     (staging): a read into a slot then waits until the copy out of it is done. The same holds for
-    ``staged``, the places on the device for rows of sources that bypass host memory.
+    ``staged``, the places on the device for rows of sources that bypass host memory. ``point`` is
+    the row at which a resume point begins.
     """
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
@@ -163,6 +167,7 @@ def build_load(
         deadline_s=deadline_s,
         nodes=nodes,
         staged=staged,
+        point=point,
     )
 
 
@@ -205,14 +210,18 @@ def build_save(
     sink: TierRows | None,
     *,
     batch_rows: int,
+    point: int | None = None,
 ) -> TransferGraph:
     """Plan a save of ``chain`` to the host arena and, if ``sink`` is given, on to its tier.
 
-    The device copy is one op, so that the engine's pages are free as early as possible.
+    The device copy is one op, so that the engine's pages are free as early as possible. ``point``
+    is as in `TransferGraph`.
     """
     ops = _Ops()
     copied = ops.add(Path.D2H, Span(0, len(chain.keys)))
-    return _with_sink(graph_id, Priority.SAVE, chain, host_slots, sink, ops, (copied,), batch_rows)
+    return _with_sink(
+        graph_id, Priority.SAVE, chain, host_slots, sink, ops, (copied,), batch_rows, point
+    )
 
 
 def build_spill(
@@ -236,10 +245,11 @@ def _with_sink(
     ops: _Ops,
     deps: tuple[int, ...],
     batch_rows: int,
+    point: int | None = None,
 ) -> TransferGraph:
     tier_slots = [-1] * len(chain.keys)
     if sink is not None:
         tier_slots[sink.rows.start : sink.rows.stop] = sink.slots
         for rows in batches(sink.rows, batch_rows):
             ops.add(sink.path, rows, tier=sink.tier, deps=deps)
-    return ops.graph(graph_id, priority, chain, host_slots, tier_slots)
+    return ops.graph(graph_id, priority, chain, host_slots, tier_slots, point=point)

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore._util.log_limit import LogLimit
-from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
+from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable, TransferError
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.memory.points import RowCopy, row_view
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
@@ -44,10 +45,13 @@ class DeviceCopy:
         sync: CopyStreams,
         elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
+        points: Sequence[RowCopy] = (),
+        slot_nbytes: int = 0,
     ) -> None:
         self._ops = ops
         self._first_layer = first_layer
         self._groups = groups
+        self._points, self._slot_nbytes = points, slot_nbytes
         self._elsewhere = elsewhere
         self.use(arena)
         self._block_tokens = arena.layout.page_tokens
@@ -61,6 +65,7 @@ class DeviceCopy:
             _select_layers(arena, [layer - first for layer in group.layers])
             for group in self._groups
         ]
+        self._point_rows = [row_view(arena, self._slot_nbytes, c.pieces) for c in self._points]
 
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
@@ -69,12 +74,32 @@ class DeviceCopy:
         slots = np.array([places[row] for row in rows], dtype=np.int64)
         groups = self._elsewhere.get(graph.graph_id, self._groups)
         with self._sync.copying(graph.graph_id) as copies:
+            if graph.point is not None:
+                self._copy_point(graph, graph.point, rows, places)
             for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
                 units = table.array()[rows]
                 if layers and (units != SKIP).any():  # some rows only go as far as host memory
                     self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
         return copies if self._sync.device.queues else {}
+
+    def _copy_point(
+        self, graph: TransferGraph, first: int, rows: Sequence[int], places: Sequence[int]
+    ) -> None:
+        """Copy the rows of the resume point, whose row 0 is row ``first`` of the graph."""
+        chosen = set(rows)
+        for part, memory in zip(self._points, self._point_rows, strict=True):
+            row = first + part.row
+            if row not in chosen:
+                continue
+            page = graph.units[part.group].array()[row, :1]
+            if page[0] < 0:
+                raise TransferError(f"graph {graph.graph_id}: row {row} has no page of its states")
+            slot = np.array([places[row]], dtype=np.int64)
+            if self._to_device:
+                self._ops.copy_blocks(memory, slot, part.pages, page)
+            else:
+                self._ops.copy_blocks(part.pages, page, memory, slot)
 
     def _copy(
         self,

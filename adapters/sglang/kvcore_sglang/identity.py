@@ -122,6 +122,7 @@ def model_identity(server_args: Any, config: Any, dtype: str, model: Any) -> Mod
         attention=None,
         lora=None,
         draft=None,
+        states=None,
         own=_own(server_args, config),
         alone=tuple(why for why in reasons if why),
     )

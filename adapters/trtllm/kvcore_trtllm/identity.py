@@ -143,6 +143,7 @@ def model_identity(
         attention=_latent(config),
         lora=None,
         draft=None,
+        states=None,
         own=_own(llm_args, environment, folder),
         alone=tuple(reasons),
     )

@@ -200,13 +200,17 @@ def build_worker_connector(
     groups = [group for group in model.rank_groups(rank) if group.layers]
     views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
     _verify(config, vllm_config, groups, views, shape)
-    parts = build_worker(config, model, rank, views)
+    states = None
+    if model.point is not None:
+        states = {s.group: [kv_caches[name] for name in s.names] for s in model.point.states}
+    parts = build_worker(config, model, rank, views, states)
     worker = WorkerConnector(
         parts,
         _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(parts.worker.device),
+        follow_saves=model.point is not None and bool(vllm_config.use_v2_model_runner),
     )
     hooks = parts.plugins.attention(shape, rank)
     _hook_attention(vllm_config, model, hooks, worker, views[0].layout.page_tokens)

@@ -43,7 +43,7 @@ from kvcore_vllm.build import (
     refusing_worker_connector,
     warm_up_blends,
 )
-from kvcore_vllm.describe import describe
+from kvcore_vllm.describe import block_tokens_of, describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.leader import Leader
@@ -249,6 +249,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _describe(self) -> ModelDescription | None:
         try:
             self._check_sleep()
+            self._fit_blocks()
             model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
@@ -256,6 +257,15 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         hooks = load_plugins(self._config).found("attention")
         self._hooked = bool(hooks)
         return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
+
+    def _fit_blocks(self) -> None:
+        """Lower ``block.tokens`` to what fits the steps at which vLLM has states to save."""
+        wanted = self._config.block.tokens
+        fitting = block_tokens_of(self._kv_cache_config, wanted)
+        if fitting != wanted:
+            _log.info("block.tokens is %d instead of %d: blocks end where states do", fitting, wanted)
+            block = self._config.block.model_copy(update={"tokens": fitting})
+            self._config = self._config.model_copy(update={"block": block})
 
     def _check_sleep(self) -> None:
         """Raise UnsupportedError if vLLM may sleep and kvcore cannot follow."""
@@ -357,8 +367,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.
 
-        Model Runner V1 calls it first of all. V2 first zeroes and copies the pages of models that
-        need it, which `describe` refuses.
+        Model Runner V1 calls it first of all. V2 first zeroes and copies pages of models that need
+        it: with those, the saves of a step are followed at its end (`WorkerConnector`).
         """
         worker, metadata = self._worker, kv_connector_metadata
         assert isinstance(metadata, KVCoreMetadata)

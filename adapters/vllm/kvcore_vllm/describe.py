@@ -9,18 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from kvcore.errors import UnsupportedError
+from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity
@@ -50,12 +53,18 @@ def describe(
     """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
+    states = _state_specs(kv_cache_config)
+    if states:
+        _check_states(vllm_config, states)
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config)
     if stages:
         groups = (_whole_group(groups, stages),)
     specs = _served_specs(kv_cache_config)
-    _check_page_writers(kv_cache_config)
+    if not states:
+        _check_page_writers(kv_cache_config)
+    elif any(_window_of(spec) for spec in specs):
+        raise UnsupportedError("states of layers beside layers with windows")
     spec = specs[0]
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
@@ -74,11 +83,72 @@ def describe(
         block_tokens=block_tokens,
         dtype=str(spec.dtype).removeprefix("torch."),
     )
-    identity = model_identity(vllm_config, specs)
+    identity = model_identity(vllm_config, specs, states)
     ranks = tp * max(len(stages), 1)
-    return ModelDescription(
+    plain = ModelDescription(
         shape, groups, identity.fingerprint, ranks, stages=stages, alone=identity.alone
     )
+    if not states:
+        return plain
+    return replace(plain, point=_point_shape(kv_cache_config, plain, block_tokens))
+
+
+def block_tokens_of(kv_cache_config: KVCacheConfig, wanted: int) -> int:
+    """Return the tokens of a block: ``wanted``, or the most that fit the steps of vLLM's states.
+
+    vLLM has a state to save only every so many tokens, and a block must end there.
+    """
+    steps = [spec.block_size for spec in _state_specs(kv_cache_config)]
+    return gcd(wanted, *steps)
+
+
+def _state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
+    """Return the spec of each group of states, in order."""
+    found = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [spec for spec in found if type(spec) is MambaSpec]
+
+
+def _point_shape(
+    kv_cache_config: KVCacheConfig, model: ModelDescription, block_tokens: int
+) -> PointShape:
+    """Return what a resume point of the model has."""
+    groups = kv_cache_config.kv_cache_groups
+    states = tuple(
+        StateGroup(
+            group.index,
+            tuple(groups[group.index].layer_names),
+            groups[group.index].kv_cache_spec.state_content_size_bytes,
+        )
+        for group in model.groups
+        if group.states
+    )
+    step = lcm(*(group.page_tokens for group in model.groups if group.states))
+    return PointShape(states, model.rank_shape(0).nbytes, step // block_tokens)
+
+
+def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
+    """Raise UnsupportedError unless vLLM tells when a page has the state of a boundary."""
+    modes = sorted({spec.mamba_cache_mode for spec in states})
+    if modes != ["align"]:
+        raise UnsupportedError(
+            f"states of layers with mamba_cache_mode={' and '.join(modes)}; kvcore serves 'align', "
+            "vLLM's default with prefix caching (--enable-prefix-caching)"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            "states of layers with pipeline_parallel_size > 1: use 1, or tensor parallelism"
+        )
+    if vllm_config.speculative_config is not None:
+        raise UnsupportedError(
+            f"states of layers with speculative decoding "
+            f"({vllm_config.speculative_config.method!r}): turn it off"
+        )
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_role != "kv_both":
+        raise UnsupportedError(
+            f"states of layers with kv_role={transfer.kv_role!r}: a promise names blocks only; use "
+            "'kv_both'"
+        )
 
 
 def _check_parallelism(vllm_config: VllmConfig) -> None:
@@ -147,9 +217,9 @@ def _check_page_writers(kv_cache_config: KVCacheConfig) -> None:
     """
     if kv_cache_config.needs_kv_cache_zeroing:
         raise UnsupportedError(
-            "a KV cache whose pages vLLM zeroes or copies within a step (Mamba layers, or layers "
-            "of several precisions), in no order with the copies of a connector; kvcore serves "
-            "caches of one precision without Mamba layers"
+            "a KV cache whose pages vLLM zeroes or copies within a step (layers of several "
+            "precisions), in no order with the copies of a connector; kvcore serves caches of one "
+            "precision"
         )
 
 
@@ -199,6 +269,8 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
     found: dict[str, int] = {}
     for group in kv_cache_config.kv_cache_groups:
         _check_group(group)
+        if type(group.kv_cache_spec) is MambaSpec:
+            continue
         found |= {name: extract_layer_index(name) for name in group.layer_names}
     # A draft model counts its layers on, or anew from 0.
     order = sorted(found, key=lambda name: (name.startswith(_DRAFT_PREFIX), found[name], name))
@@ -208,6 +280,9 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
     canonical = {name: i for i, name in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if type(group.kv_cache_spec) is MambaSpec:
+            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), states=True))
+            continue
         names = tuple(sorted(group.layer_names, key=canonical.__getitem__))
         layers = tuple(canonical[name] for name in names)
         groups.append(LayerGroup(index, group.kv_cache_spec.block_size, layers, names))
@@ -231,10 +306,15 @@ def _served_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
     Raises UnsupportedError if their specs differ, or if kvcore does not serve one.
     """
     specs: list[AttentionSpec] = [
-        spec for group in kv_cache_config.kv_cache_groups for spec in leaf_specs(group)
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in leaf_specs(group)
+        if type(spec) is not MambaSpec
     ]
     if not specs:
-        raise UnsupportedError("a model without a KV cache")
+        raise UnsupportedError(
+            "a model without attention: kvcore serves states beside the KV of other layers"
+        )
     for spec in specs:
         _check_spec(spec)
     kinds = {
@@ -268,6 +348,12 @@ def _check_spec(spec: Any) -> None:
         )
     if mode == "NONE" and spec.dtype.itemsize == 1:
         raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
+
+
+def _window_of(spec: Any) -> int:
+    """Return the tokens of a layer's window; 0 if it looks at all tokens."""
+    found = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    return int(found or 0)
 
 
 def leaf_specs(group: Any) -> list[Any]:

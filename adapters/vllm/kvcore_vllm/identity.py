@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,11 +49,12 @@ _WRITTEN_BY_DRAFTS = frozenset(
 """Fields that vLLM's draft models change in their config while they load, from the target's."""
 
 
-def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> ModelIdentity:
+def model_identity(
+    vllm_config: VllmConfig, specs: list[AttentionSpec], states: Sequence[Any] = ()
+) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
-    A model may have none: its layers then keep states, whose types the caller must tell apart.
-    Raises UnsupportedError if the weights cannot be read.
+    ``states`` are the specs of the caches of its states, one a group. Raises UnsupportedError if the weights cannot be read.
     """
     model = vllm_config.model_config
     whole, text = _configs(model)
@@ -76,6 +77,7 @@ def model_identity(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> Model
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
         draft=draft,
+        states=_states(states),
         own=_own(vllm_config),
         alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
     )
@@ -232,6 +234,24 @@ def _windows(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> object | No
         window = model.get_sliding_window()
         found = {f"pipeline={window}"} if window else set()
     return sorted(found) or None
+
+
+def _states(specs: Sequence[Any]) -> object | None:
+    """Return the shapes and types of the states of a layer, group by group.
+
+    How vLLM arranges a state may change with its version, which is therefore named.
+    """
+    import vllm
+
+    found = [
+        {
+            "kind": str(getattr(spec.mamba_type, "name", spec.mamba_type)),
+            "shapes": [list(shape) for shape in spec.shapes],
+            "types": [str(dtype) for dtype in spec.dtypes],
+        }
+        for spec in specs
+    ]
+    return ["vllm", vllm.__version__, *found] if found else None
 
 
 def _attention(vllm_config: VllmConfig) -> object | None:

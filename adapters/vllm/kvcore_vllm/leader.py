@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ from kvcore.connector.clients import Clients
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.messages import StepReport
-from kvcore.connector.page_table import PageTables
+from kvcore.connector.page_table import PageTables, PointPages
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError, TransferError
 from kvcore.manager import HOST, Event, Hit, Readiness
@@ -142,7 +142,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked.make_keys()
-        hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
+        # The last token is always computed: its logits are needed.
+        most = (request.num_tokens - 1) // self._block
+        hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest, most)
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
         tracked.new = False
         if self.manager.ask_stores(hit, computed // self._block, promise):
@@ -159,8 +161,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def _offer(self, tracked: Tracked, hit: Hit, computed: int) -> tuple[int | None, bool]:
         """Return what to load of ``hit``, as `get_num_new_matched_tokens` does, and remember it."""
         name, tokens = tracked.request.request_id, tracked.request.num_tokens
-        # The last token is always computed: its logits are needed.
-        stop = min(hit.depth * self._block - self._lookahead, tokens - 1)
+        stop = min(hit.blocks * self._block - self._lookahead, tokens - 1)
         gain = stop - computed
         if gain < self._traits.min_load_tokens:
             tracked.count_miss = partial(self._missed_little, name, hit, gain, computed, tokens)
@@ -171,9 +172,10 @@ class Leader(LeaderCore[VllmFusionScheduler]):
                 tracked.count_miss = partial(self.recorder.planned, name, plan, tokens - computed)
                 return 0, False
             self.recorder.planned(name, plan, tokens - computed)
-            stop = min(stop, plan.stop)
+            if not hit.point:  # else there is nothing between all of it and none
+                stop = min(stop, plan.stop)
             gain = stop - computed
-        first, last = self._blocks(computed, stop)
+        first, last = self._rows(hit, computed, stop)
         ready = self._readiness(tracked, hit, first, last)
         if ready is Readiness.LATER:
             _log.debug("lookup request=%s waits for slots, or another's load", name)
@@ -185,6 +187,14 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         in_step = self._loads_in_step(hit, first, last)
         tracked.offer = Offer(computed, stop, stop, in_step)
         return gain, not in_step
+
+    def _rows(self, hit: Hit, start: int, stop: int) -> tuple[int, int]:
+        """Return the first and last row of ``hit`` to load for tokens [start, stop).
+
+        They are blocks, and the rows of a resume point behind them.
+        """
+        first, last = self._blocks(start, stop)
+        return first, hit.depth if hit.point else last
 
     def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
         """Return whether to load now, later or not at all.
@@ -307,8 +317,13 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """Launch the load of the first ``external`` tokens of the offer into their pages."""
         assert tracked.hit is not None
         request_id, stop = tracked.request.request_id, offer.start + external
-        first, last = self._blocks(offer.start, stop)
-        units = self._paging.units(pages, first, last, offer.start)
+        hit, point = tracked.hit, None
+        first, last = self._rows(hit, offer.start, stop)
+        if hit.point:
+            if stop != hit.blocks * self._block:
+                raise TransferError(f"vLLM takes {external} tokens of {offer}: no state is there")
+            point = PointPages(hit.point, self._state_pages(pages, stop))
+        units = self._paging.units(pages, first, last - hit.point, offer.start, point)
         tracked.load_attempts += 1
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
@@ -316,17 +331,32 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             layers, deadline_s = (), tracked.memo.deadline_s(self._deadline_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
         planned = self.manager.plan_load(
-            tracked.hit, Span(first, last), layers=layers, deadline_s=deadline_s
+            hit, Span(first, last), layers=layers, deadline_s=deadline_s
         )
         graph = self.manager.launch(planned, units, lane=lane)
         if not offer.in_step:
             tracked.load = graph.graph_id
         self._load_pages += self._paging.pages_of(units)
-        tracked.reused = self._by_tier(tracked.hit, offer.start, stop)
+        tracked.reused = self._by_tier(hit, offer.start, stop)
         self.recorder.loaded(request_id, tracked.reused, tracked.request.num_tokens - stop)
         _log.debug(
             "load request=%s tokens=%d..%d tiers=%s", request_id, offer.start, stop, tracked.reused
         )
+
+    def _state_pages(self, pages: PageTables, boundary: int) -> dict[int, int]:
+        """Return the page of each group of states that vLLM made for the states at ``boundary``.
+
+        Raises TransferError if it has made none.
+        """
+        found: dict[int, int] = {}
+        for group in self._model.groups:
+            if group.states:
+                place, own = boundary // group.page_tokens - 1, pages[group.index]
+                page = own[place] if place < len(own) else NULL_PAGE
+                if page == NULL_PAGE:
+                    raise TransferError(f"vLLM has no page for the states at token {boundary}")
+                found[group.index] = page
+        return found
 
     def _launch_blend(
         self,
@@ -377,7 +407,11 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
         """Plan this step: saves of the blocks it completes, and fences for pages it reassigns."""
         self.manager.maintain()
-        for request_id in self._due.take(output):
+        due = self._due.take(output)
+        if self._model.point is not None:
+            self._save_points(output)
+            due = []
+        for request_id in due:
             tracked = self._requests.get(request_id)
             if tracked is not None and tracked.may_save and not self.disabled:
                 self._save_computed(tracked, output)
@@ -439,14 +473,62 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         missing = (tracked.saved_blocks // run + 1) * run * self._block - reached
         self._due.again(request.request_id, max(missing, 1))
 
-    def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, lane: Lane) -> None:
+    def _save_points(self, output: SchedulerOutput) -> None:
+        """Save the resume points whose states this step leaves in a page, and their blocks.
+
+        vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
+        are of no use to anybody, and are not saved.
+        """
+        state = output.kv_connector_block_state
+        if state is None or self.disabled:
+            return
+        for request_id, offered in state.boundary_state_offloads.items():
+            tracked = self._requests.get(request_id)
+            pages = state.get_block_ids(request_id)
+            if tracked is None or not tracked.may_save or pages is None:
+                continue
+            for boundary, states in sorted(self._whole_points(offered).items()):
+                if boundary <= self._most_saved(tracked.request):
+                    lane = self._plan.late_saves.append
+                    self._save_blocks(tracked, boundary // self._block, pages, lane, states)
+
+    def _whole_points(
+        self, offered: Sequence[tuple[int, int, int]]
+    ) -> dict[int, dict[int, int]]:
+        """Return the boundaries at which vLLM offers the states of all groups, and their pages."""
+        by_boundary: dict[int, dict[int, int]] = {}
+        for group, page, boundary in offered:
+            by_boundary.setdefault(boundary, {})[group] = page
+        groups = [group for group in self._model.groups if group.states]
+        return {
+            boundary: pages
+            for boundary, pages in by_boundary.items()
+            if all(
+                pages.get(group.index, NULL_PAGE) != NULL_PAGE and boundary % group.page_tokens == 0
+                for group in groups
+            )
+        }
+
+    def _most_saved(self, request: Request) -> int:
+        """Return how many tokens of a request may be saved at most."""
+        return request.num_tokens if self._config.vllm.save_decode else request.num_prompt_tokens
+
+    def _save_blocks(
+        self,
+        tracked: Tracked,
+        blocks: int,
+        pages: PageTables,
+        lane: Lane,
+        states: Mapping[int, int] | None = None,
+    ) -> None:
         if not self._requests.may_save(tracked):
             return
         tracked.make_keys()
         blocks = min(blocks, len(tracked.chain.keys))
         tokens = None if tracked.extras else tracked.request._all_token_ids
-        self._save(tracked.chain, blocks, pages, tokens, lane, known=tracked.saved_blocks)
-        tracked.saved_blocks = blocks
+        known = tracked.saved_blocks
+        self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
+        tracked.saved_blocks = max(blocks, known)
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
@@ -539,6 +621,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not self._config.vllm.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         blocks = tracked.exact_blocks(computed, self._block)
+        if self._model.point is not None:
+            blocks = 0  # vLLM offers no state at the end of an answer
         if blocks > tracked.saved_blocks and tracked.may_save and not self.disabled:
             self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}

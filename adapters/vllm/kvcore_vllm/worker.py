@@ -33,7 +33,8 @@ class WorkerConnector(StepWorker[str]):
     the engine's layer names to canonical layers. ``page_tokens`` is the size of a scheduler block
     of each layer group, in tokens. ``clock`` times the forwards that a plan asks for.
     ``request_ids`` are the requests of the current forward in the order of their rows, if the
-    runner told them.
+    runner told them. With ``follow_saves`` the engine goes on when the saves of a step have read
+    their pages, because its next step may write to them before it calls `begin`.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class WorkerConnector(StepWorker[str]):
         layer_of: dict[str, int],
         page_tokens: tuple[int, ...],
         clock: ForwardTimer[int],
+        follow_saves: bool = False,
     ) -> None:
         super().__init__(parts, blends)
         self._layer_of = layer_of
         self._page_tokens = page_tokens
         self._clock = clock
+        self._follow_saves = follow_saves
         self.request_ids: Sequence[str] = ()
         self._plan = StepPlan()
         self._sync: list[Load[str]] = []
@@ -172,6 +175,9 @@ class WorkerConnector(StepWorker[str]):
             return
         for graph in saves:
             self._submit(graph)
+        if self._follow_saves:
+            for graph in saves:
+                self._worker.follow(graph.graph_id)
 
     def _unfilled(self, load: Load[str]) -> list[int]:
         """Return the scheduler blocks from the first row on that failed in a load."""

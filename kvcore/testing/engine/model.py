@@ -160,6 +160,7 @@ class Llama:
             attention=None,
             lora=None,
             draft=None,
+            states=None,
             own=None,
             alone=(),
         )

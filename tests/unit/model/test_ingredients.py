@@ -32,6 +32,7 @@ MODEL = ModelIdentity(
     attention=None,
     lora=None,
     draft=None,
+    states=None,
     own=None,
     alone=(),
 )
