@@ -107,6 +107,8 @@ def _cause(miss: dict[str, Any]) -> str:
         words += f", {miss['seconds_ago']:.1f} s before"
     if "differed" in miss:
         words += f" ({', '.join(miss['differed'])} differed)"
+    if "held" in miss:
+        words += f" there; blocks are held to token {miss['held']}"
     return words
 
 

@@ -23,6 +23,7 @@ from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
 from kvcore.connector.fusion_scheduler import FusionScheduler, FusionTraits
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
 from kvcore.connector.leader import LeaderParts
+from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
@@ -30,7 +31,6 @@ from kvcore.fusion.select import Selector
 from kvcore.index import Event
 from kvcore.manager import Transport
 from kvcore.manager.load_advisor import LoadAdvisor
-from kvcore.errors import UnsupportedError
 from kvcore.memory.layout import KVView
 from kvcore.memory.points import StatePages
 from kvcore.model.spec import ModelDescription

@@ -214,10 +214,11 @@ class LeaderCore(ABC, Generic[F]):
         """Launch a save of those of the first ``blocks`` of a chain that no tier holds.
 
         ``states`` are the pages of the states at their end, by group: with them a resume point is
-        saved, which a model with states needs behind its blocks. Returns the graph, or None if there is nothing to save or no room. ``pages`` are the
-        request's page tables. ``tokens`` are all tokens of the request, or None if they do not
-        determine its KV. Fusion learns the tokens of blocks [known, blocks) when the graph has
-        stopped using the pages, or at once if there is no graph.
+        saved, which a model with states needs behind its blocks. Returns the graph, or None if
+        there is nothing to save or no room. ``pages`` are the request's page tables. ``tokens`` are
+        all tokens of the request, or None if they do not determine its KV. Fusion learns the tokens
+        of blocks [known, blocks) when the graph has stopped using the pages, or at once if there is
+        no graph.
         """
         published = tokens if chain.plain and self.manager.wants_tokens else None
         told = None if published is None else _listed(published)

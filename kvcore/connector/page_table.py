@@ -21,15 +21,16 @@ from kvcore.transfer.graph import SKIP, OpReport, TransferGraph, UnitTable
 __all__ = [
     "PageTables",
     "PageUsers",
-    "PointPages",
     "Paging",
     "Place",
+    "PointPages",
     "has_gap",
     "of_its_group",
     "of_one_pool",
     "pages_of",
     "unit_table",
 ]
+
 
 class PointPages(NamedTuple):
     """The pages of a resume point: its last ``rows`` rows, and the page of each group of states."""

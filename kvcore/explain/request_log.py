@@ -34,12 +34,13 @@ WAITING = "waiting"
 class Cause(str, Enum):
     """A reason why the first missing block is not held, or why found blocks were not used.
 
-    Clients are told NOT_HELD in place of the first three.
+    Clients are told NOT_HELD in place of the first four.
     """
 
     NEVER_SEEN = "never seen"
     EVICTED = "evicted"
     OTHER_NAMESPACE = "other namespace"
+    NO_POINT = "no resume point"
     TOO_SHORT = "too short"
     PLANNED = "plan said recompute"
     BUSY = "no slots to load through"
@@ -52,6 +53,7 @@ _FOR_CLIENTS = {
     Cause.NEVER_SEEN: Cause.NOT_HELD,
     Cause.EVICTED: Cause.NOT_HELD,
     Cause.OTHER_NAMESPACE: Cause.NOT_HELD,
+    Cause.NO_POINT: Cause.NOT_HELD,
     Cause.BUSY: Cause.LATE,
 }
 """What a client is told instead of causes that depend on others."""
@@ -61,13 +63,14 @@ class Miss(NamedTuple):
     """One reason for a miss.
 
     For an eviction, the tier and the seconds since. For another namespace, the names of the fields
-    that differed.
+    that differed. For a missing resume point, the token up to which blocks are held.
     """
 
     cause: Cause
     tier: str = ""
     seconds_ago: float | None = None
     differed: tuple[str, ...] = ()
+    held: int | None = None
 
 
 @dataclass
@@ -144,6 +147,8 @@ def _miss(miss: Miss) -> dict[str, Any]:
         shown["seconds_ago"] = round(miss.seconds_ago, 3)
     if miss.differed:
         shown["differed"] = list(miss.differed)
+    if miss.held is not None:
+        shown["held"] = miss.held
     return shown
 
 
@@ -242,7 +247,9 @@ class RequestLog:
         ]
         first = repr(list(tokens[:block_tokens])).encode()
         seen = hashlib.blake2b(first, digest_size=16).digest()
-        if (miss := self._missing(hit, seen, namespace)) is not None:
+        if hit.blocks < hit.held.depth:
+            record.misses.append(Miss(Cause.NO_POINT, held=hit.held.depth * block_tokens))
+        elif (miss := self._missing(hit.held, seen, namespace)) is not None:
             record.misses.append(miss)
         if hit.keys:
             _put(self._first, seen, namespace, self._blocks)

@@ -160,14 +160,14 @@ class Hit:
 
     ``sources`` are adjacent, host first, and cover blocks [0, depth). If the model keeps resume
     points, ``keys`` end in the ``point`` rows of the one that was found, which ``depth`` counts.
-    ``reached`` leading blocks of the prompt are held then, with or without a point.
+    ``beside`` is then the hit of the whole prompt, whose blocks may go on where no point is.
     """
 
     keys: Sequence[bytes]
     namespace: bytes
     sources: tuple[Source, ...]
     point: int = 0
-    reached: int = 0
+    beside: Hit | None = None
 
     @property
     def depth(self) -> int:
@@ -178,6 +178,11 @@ class Hit:
     def blocks(self) -> int:
         """The number of leading blocks with which the model can go on."""
         return self.depth - self.point
+
+    @property
+    def held(self) -> Hit:
+        """The leading blocks of the prompt that are held, whether the model can go on or not."""
+        return self if self.beside is None else self.beside
 
     @property
     def in_host(self) -> int:
@@ -292,9 +297,7 @@ class Manager(ABC):
     # -- lookup ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def get_match(
-        self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None
-    ) -> Hit:
+    def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
         """Return the longest prefix of ``keys`` that the tiers hold together. O(log n), no I/O.
 
         If the model keeps resume points, it is the longest that ends in one, of at most ``limit``
@@ -400,7 +403,9 @@ class Manager(ABC):
         """Plan a save of the blocks of ``keys[:stop]`` that the host tier lacks.
 
         With ``point``, the rows of the resume point behind them follow, all of them or the plan is
-        None: without its point, no hit could end there. ``tokens`` are the tokens of the chain from the first block on, if events may publish them.
+        None: without its point, no hit could end there. ``tokens`` are the tokens of the chain from
+        the first block on, if events may publish them.
+
         Room is made now: if the engine turns out not to have the pages any more, and the plan is
         dropped, the blocks that were evicted for it stay evicted.
 

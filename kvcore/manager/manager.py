@@ -135,9 +135,7 @@ class KVManager(Manager):
     def backings(self) -> tuple[Backing, ...]:
         return tuple(self.tiers.bindings.values())
 
-    def get_match(
-        self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None
-    ) -> Hit:
+    def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
         self._settle_stores(keys, namespace)
         hit = Hit(keys, namespace, self._sources(keys))
         return hit if self._points is None else self._resumable(self._points, hit, limit)
@@ -160,8 +158,8 @@ class KVManager(Manager):
             chain = points.chain(hit.keys, blocks)
             sources = self._sources(chain)
             if sources and sources[-1].stop == len(chain):  # else its tier is not read now
-                return Hit(chain, hit.namespace, sources, points.rows, hit.depth)
-        return Hit(hit.keys, hit.namespace, (), reached=hit.depth)
+                return Hit(chain, hit.namespace, sources, points.rows, hit)
+        return Hit(hit.keys, hit.namespace, (), beside=hit)
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         if max(hit.depth, computed) >= len(hit.keys):

@@ -484,13 +484,13 @@ def _prepare(
     ]
     size = worker.arena.slot_nbytes
     copied += [(part.pages, row_view(arena, size, part.pieces), 1) for part in points]
-    for pages, memory, unit in copied:
-        try:
+    try:
+        for pages, memory, unit in copied:
             ops.prepare(pages, memory, unit)
-        except torch.OutOfMemoryError as error:
-            raise UnsupportedError(
-                f"the device has no room for kvcore's copies ({error}): give the engine less memory"
-            ) from error
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedError(
+            f"the device has no room for kvcore's copies ({error}): give the engine less memory"
+        ) from error
 
 
 def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list[DeviceGroup]:

@@ -122,8 +122,11 @@ class RemoteManager(Manager):
         member = self.keeper.member
         return "" if member is None else member.welcome.node
 
-    def get_match(self, keys: Sequence[bytes], namespace: bytes) -> Hit:
-        """Return what the server holds of ``keys``; an empty hit if it does not answer in time."""
+    def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
+        """Return what the server holds of ``keys``; an empty hit if it does not answer in time.
+
+        A server keeps no resume points, so that ``limit`` is not looked at.
+        """
         found = self._match(keys, namespace, 0, ask=False)
         if found is None:
             self._coming = b""
@@ -267,13 +270,16 @@ class RemoteManager(Manager):
         namespace: bytes,
         stop: int,
         tokens: Sequence[int] | None = None,
+        *,
+        point: bool = False,
     ) -> Planned | None:
-        """Have the server plan a save, as `Manager.plan_save` does.
+        """Have the server plan a save, as `Manager.plan_save` does. It keeps no resume points.
 
         Nothing is saved while the server does not answer. Blocks that a load in flight reads from
         host memory need no save. The server is then not asked, so that a request that waits for its
         first token is spared the round trip.
         """
+        assert not point, "a resume point behind a server"
         member = self._ready_member()
         if member is None or not stop or self._is_kept(keys, stop):
             return None

@@ -43,7 +43,7 @@ from kvcore_vllm.build import (
     refusing_worker_connector,
     warm_up_blends,
 )
-from kvcore_vllm.describe import block_tokens_of, describe
+from kvcore_vllm.describe import describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.leader import Leader
@@ -249,22 +249,21 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _describe(self) -> ModelDescription | None:
         try:
             self._check_sleep()
-            self._fit_blocks()
             model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
             return None
+        self._fit_blocks(model.shape.block_tokens)
         hooks = load_plugins(self._config).found("attention")
         self._hooked = bool(hooks)
         return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
 
-    def _fit_blocks(self) -> None:
-        """Lower ``block.tokens`` to what fits the steps at which vLLM has states to save."""
+    def _fit_blocks(self, tokens: int) -> None:
+        """Go on with blocks of ``tokens``, which fit the model."""
         wanted = self._config.block.tokens
-        fitting = block_tokens_of(self._kv_cache_config, wanted)
-        if fitting != wanted:
-            _log.info("block.tokens is %d instead of %d: blocks end where states do", fitting, wanted)
-            block = self._config.block.model_copy(update={"tokens": fitting})
+        if tokens != wanted:
+            _log.info("block.tokens is %d, not %d: blocks must end where states do", tokens, wanted)
+            block = self._config.block.model_copy(update={"tokens": tokens})
             self._config = self._config.model_copy(update={"block": block})
 
     def _check_sleep(self) -> None:

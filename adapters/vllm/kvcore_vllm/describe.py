@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, lcm
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -26,7 +26,9 @@ from kvcore.errors import UnsupportedError
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore_vllm.engine import verdict
 from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity
+from kvcore_vllm.probes import STATES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,12 +52,19 @@ _SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
 def describe(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_tokens: int
 ) -> ModelDescription:
-    """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it."""
+    """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it.
+
+    ``block_tokens`` is the size wanted of a block. A model with states gets its largest divisor
+    with which blocks end where vLLM has states to save.
+    """
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
     states = _state_specs(kv_cache_config)
+    step = 0
     if states:
         _check_states(vllm_config, states)
+        step = _boundary_step(vllm_config, kv_cache_config)
+        block_tokens = gcd(block_tokens, step)
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config)
     if stages:
@@ -90,16 +99,18 @@ def describe(
     )
     if not states:
         return plain
-    return replace(plain, point=_point_shape(kv_cache_config, plain, block_tokens))
+    return replace(plain, point=_point_shape(kv_cache_config, plain, step // block_tokens))
 
 
-def block_tokens_of(kv_cache_config: KVCacheConfig, wanted: int) -> int:
-    """Return the tokens of a block: ``wanted``, or the most that fit the steps of vLLM's states.
+def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return the tokens between two boundaries at which vLLM can have states to save.
 
-    vLLM has a state to save only every so many tokens, and a block must end there.
+    vLLM calls it the hash block. It divides the pages of states, and may be smaller.
     """
-    steps = [spec.block_size for spec in _state_specs(kv_cache_config)]
-    return gcd(wanted, *steps)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    _, step = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(step)
 
 
 def _state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
@@ -108,10 +119,8 @@ def _state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
     return [spec for spec in found if type(spec) is MambaSpec]
 
 
-def _point_shape(
-    kv_cache_config: KVCacheConfig, model: ModelDescription, block_tokens: int
-) -> PointShape:
-    """Return what a resume point of the model has."""
+def _point_shape(kv_cache_config: KVCacheConfig, model: ModelDescription, every: int) -> PointShape:
+    """Return what a resume point of the model has; there can be one every ``every`` blocks."""
     groups = kv_cache_config.kv_cache_groups
     states = tuple(
         StateGroup(
@@ -122,12 +131,12 @@ def _point_shape(
         for group in model.groups
         if group.states
     )
-    step = lcm(*(group.page_tokens for group in model.groups if group.states))
-    return PointShape(states, model.rank_shape(0).nbytes, step // block_tokens)
+    return PointShape(states, model.rank_shape(0).nbytes, every)
 
 
 def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
     """Raise UnsupportedError unless vLLM tells when a page has the state of a boundary."""
+    verdict().holds(STATES)
     modes = sorted({spec.mamba_cache_mode for spec in states})
     if modes != ["align"]:
         raise UnsupportedError(

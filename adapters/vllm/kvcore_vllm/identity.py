@@ -54,7 +54,8 @@ def model_identity(
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
-    ``states`` are the specs of the caches of its states, one a group. Raises UnsupportedError if the weights cannot be read.
+    ``states`` are the specs of the caches of its states, one a group. Raises UnsupportedError if
+    the weights cannot be read.
     """
     model = vllm_config.model_config
     whole, text = _configs(model)

@@ -351,7 +351,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         found: dict[int, int] = {}
         for group in self._model.groups:
             if group.states:
-                place, own = boundary // group.page_tokens - 1, pages[group.index]
+                place, own = (boundary - 1) // group.page_tokens, pages[group.index]
                 page = own[place] if place < len(own) else NULL_PAGE
                 if page == NULL_PAGE:
                     raise TransferError(f"vLLM has no page for the states at token {boundary}")
@@ -492,21 +492,17 @@ class Leader(LeaderCore[VllmFusionScheduler]):
                     lane = self._plan.late_saves.append
                     self._save_blocks(tracked, boundary // self._block, pages, lane, states)
 
-    def _whole_points(
-        self, offered: Sequence[tuple[int, int, int]]
-    ) -> dict[int, dict[int, int]]:
+    def _whole_points(self, offered: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
         """Return the boundaries at which vLLM offers the states of all groups, and their pages."""
         by_boundary: dict[int, dict[int, int]] = {}
         for group, page, boundary in offered:
             by_boundary.setdefault(boundary, {})[group] = page
-        groups = [group for group in self._model.groups if group.states]
+        groups = [group.index for group in self._model.groups if group.states]
         return {
             boundary: pages
             for boundary, pages in by_boundary.items()
-            if all(
-                pages.get(group.index, NULL_PAGE) != NULL_PAGE and boundary % group.page_tokens == 0
-                for group in groups
-            )
+            if boundary % self._block == 0
+            and all(pages.get(group, NULL_PAGE) != NULL_PAGE for group in groups)
         }
 
     def _most_saved(self, request: Request) -> int:

@@ -11,6 +11,7 @@ from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe, Takes
 FUSION = "blends"
 TIER_PROBE = "secondary tier"
 LORA = "blends with LoRA"
+STATES = "states"
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _BASE = f"{_CONNECTOR}.v1.base"
@@ -241,6 +242,24 @@ PROBES = (
             Fields(f"{_SPECS}:UniformTypeKVCacheSpecs", "kv_cache_specs"),
             Fields(_ATTENTION, "attn_backend", "impl", "kv_cache"),
         ),
+    ),
+    Probe(
+        STATES,
+        "to learn where the states of layers without KV are, and of which token",
+        (
+            Fields(f"{_OUTPUT}:KVConnectorBlockState", "boundary_state_offloads"),
+            Fields(
+                f"{_SPECS}:MambaSpec",
+                "block_size",
+                "dtypes",
+                "mamba_cache_mode",
+                "mamba_type",
+                "shapes",
+                "state_content_size_bytes",
+            ),
+            Binds("vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes", 2),
+        ),
+        without="models with states run untouched",
     ),
     Probe(
         "metrics",

@@ -47,12 +47,16 @@ class SlotOffByOne(Leader):
 
 
 class _Shifted(Paging):
-    def units(self, pages: Any, start: int, stop: int, from_token: int = 0) -> list[UnitTable]:
-        tables = super().units(pages, start, stop, from_token)
+    def units(
+        self, pages: Any, start: int, stop: int, from_token: int = 0, point: Any = None
+    ) -> list[UnitTable]:
+        tables = super().units(pages, start, stop, from_token, point)
         return [UnitTable.of(_moved(t.array()), t.unit_tokens) for t in tables]
 
-    def whole_units(self, pages: Any, start: int, stop: int) -> list[UnitTable] | None:
-        return super().units(pages, start, stop)
+    def whole_units(
+        self, pages: Any, start: int, stop: int, point: Any = None
+    ) -> list[UnitTable] | None:
+        return super().units(pages, start, stop, point=point)
 
 
 def _moved(units: Any) -> Any:
