@@ -111,6 +111,7 @@ def test_a_clients_record_is_the_same_whatever_others_do() -> None:
         Miss(Cause.NEVER_SEEN),
         Miss(Cause.EVICTED, "host", 3.25),
         Miss(Cause.OTHER_NAMESPACE, differed=("cache_salt",)),
+        Miss(Cause.NO_POINT, held=48),
     )
     told = []
     for busy in (False, True):

@@ -30,7 +30,7 @@ from kvcore.harness.compare import (
 )
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import tiny_lora, tiny_model, tiny_vision_model
+from kvcore.harness.models import tiny_lora, tiny_vision_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults import Fault, Rule, Seam, write_rules
 from kvcore.testing.faults.plugin import FAULTY_MEMORY, write_plugin
@@ -318,24 +318,6 @@ def fails_and_is_computed(made: Guessing, reference: Reference, asked: list[list
     warm = ask()
     assert_same_answers(warm, reference(asked))
     assert all(answer.reused_tokens for answer in warm), "what was computed instead was saved"
-
-
-def test_a_model_with_states_runs_untouched() -> None:
-    """Short convolutions keep a state that token blocks cannot hold."""
-    lfm2 = tiny_model("lfm2", layers=6)
-    prompts = windows(lfm2, 4, 200, 700, seed=8)
-    # With its prefix cache on, vLLM cuts such a model's prefill at block borders, and its kernel
-    # for CPUs rotates heads by the cut: the twin has the same settings.
-    with engine(lfm2, None) as process:
-        expected = [answers(process, prompts) for _ in range(2)]
-    with engine(lfm2, HOST_ONLY) as process:
-        for turn in range(2):
-            got = answers(process, prompts)
-            assert_same_answers(got, expected[turn])
-            assert sum(answer.reused_tokens for answer in got) == 0
-        log = process.log.read_text()
-    warnings = [line for line in log.splitlines() if "kvcore stands aside" in line]
-    assert len(warnings) >= 1, log[-2000:]
 
 
 def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from kvcore.config import load_config
 from kvcore.explain import Cause, RequestLog
 from kvcore.explain.recorder import RequestRecorder  # after the skip
+from kvcore.explain.request_log import Miss
 from kvcore.manager.base import Event, Hit, Source
 from kvcore.manager.load_policy import PlanRequest
 from kvcore.model.keys import Namespace
@@ -56,10 +58,26 @@ def test_a_block_that_left_says_from_where_and_when() -> None:
     assert [miss.cause for miss in look(journal, hit(0)).misses] == [Cause.NEVER_SEEN]
     journal.note(Event(False, "disk", tuple(keys(4)[2:]), b""))
     clock.now = 7.5
-    assert look(journal, hit(2)).misses == [(Cause.EVICTED, "disk", 7.5, ())]
+    assert look(journal, hit(2)).misses == [Miss(Cause.EVICTED, "disk", 7.5)]
     journal.note(Event(True, "host", (keys(4)[2],), b""))
     assert look(journal, hit(2)).misses[0].cause is Cause.NEVER_SEEN
     assert look(journal, hit(4)).misses == []
+
+
+def test_a_missing_resume_point_says_how_far_blocks_are_held() -> None:
+    whole = hit(4)
+    no_point = Hit(whole.keys, SPACE.digest, (), beside=whole)
+    [miss] = look(RequestLog(), no_point).misses
+    assert miss == Miss(Cause.NO_POINT, held=4 * BLOCK)
+    rows = (b"p" * 16, b"q" * 16)
+    early = Hit((*keys(2), *rows), SPACE.digest, (Source("disk", 0, 4),), point=2, beside=whole)
+    record = look(RequestLog(), early)
+    assert record.matched == [("disk", 0, 2 * BLOCK)], "rows of the point are no tokens"
+    assert record.misses == [Miss(Cause.NO_POINT, held=4 * BLOCK)]
+    there = Hit((*keys(4), *rows), SPACE.digest, (Source("host", 0, 6),), point=2, beside=whole)
+    assert look(RequestLog(), there).misses == []
+    beyond = replace(early, beside=hit(2))
+    assert look(RequestLog(), beyond).misses == [Miss(Cause.NEVER_SEEN)]
 
 
 def test_another_namespace_names_the_field_and_not_its_value() -> None:

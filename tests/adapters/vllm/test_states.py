@@ -1,0 +1,337 @@
+"""Models with states on vLLM: what is served, and what the scheduler side saves and loads of it."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvcore.config import load_config
+from kvcore.connector.leader import LeaderParts
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import UnsupportedError
+from kvcore.explain.recorder import RequestRecorder
+from kvcore.harness.models import tiny_model
+from kvcore.index import BlockIndex, TierSpec
+from kvcore.manager import KVManager
+from kvcore.model.points import last_point_key, point_keys
+from kvcore.telemetry.metrics import Metrics
+from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore_vllm.describe import describe
+from kvcore_vllm.leader import NULL_PAGE, Leader
+from support.vllm_leader import PROMPT, request
+
+ATTENTION = ["model.layers.2.self_attn.attn", "model.layers.5.self_attn.attn"]
+STATES = [f"model.layers.{layer}.conv" for layer in (0, 1, 3, 4)]
+STEP = 128
+
+
+@cache
+def _vllm_config() -> Any:
+    model = tiny_model("lfm2", layers=6, heads=4, kv_heads=2, head_dim=64, vocabulary=512)
+    args = EngineArgs(str(model), dtype="float32", enforce_eager=True, enable_prefix_caching=True)
+    return args.create_engine_config()
+
+
+def vllm_config(**changes: Any) -> Any:
+    made = copy.deepcopy(_vllm_config())
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        at = made
+        for name in way:
+            at = getattr(at, name)
+        object.__setattr__(at, last, value)
+    return made
+
+
+def attention(**fields: Any) -> Any:
+    kind = fields.pop("kind", FullAttentionSpec)
+    given = {"block_size": STEP, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+    return kind(**given | fields)
+
+
+def state(**fields: Any) -> MambaSpec:
+    given: dict[str, Any] = {
+        "block_size": STEP,
+        "shapes": ((2, 256),),
+        "dtypes": (torch.float32,),
+        "page_size_padded": attention().page_size_bytes,
+        "mamba_type": "short_conv",
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**given | fields)
+
+
+def told(*specs: Any) -> KVCacheConfig:
+    names = [ATTENTION, STATES[:2], STATES[2:]]
+    groups = [KVCacheGroupSpec(n, s) for n, s in zip(names, specs, strict=False)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def described(block: int = 16, **changes: Any) -> Any:
+    return describe(vllm_config(**changes), told(attention(), state(), state()), block)
+
+
+# -- what is served ------------------------------------------------------------------------------
+
+
+def test_a_resume_point_has_the_states_of_all_layers() -> None:
+    model = described()
+    row = 2 * 2 * 2 * 64 * 16 * 4
+    assert [group.states for group in model.groups] == [False, True, True]
+    assert model.shape.layers == 2
+    assert model.point.row_nbytes == row
+    assert model.point.nbytes == 4 * 2 * 256 * 4
+    assert model.point.every == STEP // 16
+    assert [each.names for each in model.point.states] == [tuple(STATES[:2]), tuple(STATES[2:])]
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(16, 16), (256, 128), (48, 16), (200, 8)])
+def test_blocks_end_where_states_do(wanted: int, found: int) -> None:
+    model = described(wanted)
+    assert model.shape.block_tokens == found
+    assert model.point.every * found == STEP
+
+
+def test_boundaries_may_lie_inside_a_page_of_states() -> None:
+    """vLLM then has states at the ends of its hash blocks."""
+    groups = told(attention(block_size=64), state(block_size=256), state(block_size=256))
+    assert describe(vllm_config(), groups, 16).point.every == 64 // 16
+    shorter = vllm_config(cache_config__prefix_match_unit=32)
+    assert describe(shorter, groups, 16).point.every == 32 // 16
+
+
+@pytest.mark.parametrize(
+    ("groups", "changes", "why"),
+    [
+        (told(attention(), state(mamba_cache_mode="all")), {}, "mamba_cache_mode=all.*'align'"),
+        (told(attention(), state(mamba_cache_mode="none")), {}, "--enable-prefix-caching"),
+        (
+            told(attention(), state()),
+            {"parallel_config__pipeline_parallel_size": 2},
+            "pipeline_parallel_size > 1",
+        ),
+        (
+            told(attention(), state()),
+            {"speculative_config": SimpleNamespace(method="ngram")},
+            "speculative decoding .'ngram'.",
+        ),
+        (
+            told(attention(), state()),
+            {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")},
+            "kv_role='kv_producer'",
+        ),
+        (
+            told(attention(kind=SlidingWindowSpec, sliding_window=64), state()),
+            {},
+            "beside layers with windows",
+        ),
+        (told(state()), {}, "without attention"),
+        (told(attention(), type("Other", (MambaSpec,), {})(**vars(state()))), {}, "type Other"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_refused_by_name(
+    groups: KVCacheConfig, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        describe(vllm_config(**changes), groups, 16)
+
+
+@pytest.mark.parametrize(
+    "other", [{"shapes": ((4, 256),)}, {"dtypes": (torch.bfloat16,)}, {"mamba_type": "mamba2"}]
+)
+def test_other_states_are_another_namespace(other: dict[str, Any]) -> None:
+    changed = describe(vllm_config(), told(attention(), state(), state(**other)), 16)
+    assert changed.fingerprint != described().fingerprint
+
+
+def test_another_version_of_vllm_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may arrange the numbers of a state otherwise."""
+    before = described().fingerprint
+    monkeypatch.setattr("vllm.__version__", "0.32.9")
+    assert described().fingerprint != before
+
+
+# -- the scheduler side --------------------------------------------------------------------------
+
+
+class Rig:
+    """A leader of such a model. Pages of KV are 100 and up, those of states as told."""
+
+    def __init__(self, host: int = 256, **settings: Any) -> None:
+        self.model = described()
+        self.index = BlockIndex([TierSpec("host", host)])
+        self.outbox = Outbox(1)
+        self.manager = KVManager(self.index, self.outbox, points=self.model.point)
+        parts = LeaderParts[Any](
+            manager=self.manager,
+            transport=self.outbox,
+            metrics=Metrics("leader"),
+            recorder=RequestRecorder(),
+        )
+        config = load_config(None, settings)
+        self.leader = Leader(config, self.model, parts, self.outbox, {})
+
+    def ask(self, name: str = "r", computed: int = 0) -> tuple[int | None, bool]:
+        self.request = request(name)
+        return self.leader.get_num_new_matched_tokens(self.request, computed)
+
+    def pages(self, states: tuple[list[int], list[int]] = ([], [])) -> list[list[int]]:
+        return [[100, 101, 102, 103], *map(list, states)]
+
+    def offer(self, *offered: tuple[int, int, int], pages: Any = None) -> list[TransferGraph]:
+        """Save what vLLM offers in a step, and return the graphs."""
+        states = SimpleNamespace(
+            boundary_state_offloads={"r": list(offered)},
+            get_block_ids=lambda name: self.pages() if pages is None else pages,
+        )
+        self.leader._plan.late_saves.clear()
+        self.leader._save_points(SimpleNamespace(kv_connector_block_state=states))  # type: ignore[arg-type]
+        return list(self.leader._plan.late_saves)
+
+    def end(self, graph: TransferGraph) -> None:
+        for op in graph.ops:
+            self.manager.complete(OpReport(graph.graph_id, op.op_id))
+        self.index.check_integrity()
+
+    def load(self, tokens: int, pages: list[list[int]]) -> list[TransferGraph]:
+        """Take up the offer as vLLM does."""
+        given: Any = SimpleNamespace(get_block_ids=lambda: pages)
+        self.leader.update_state_after_alloc(self.request, given, tokens)
+        return [graph for _, graph in self.leader._plan.async_loads]
+
+
+def test_what_vllm_offers_is_saved_with_the_blocks_before_it() -> None:
+    rig = Rig()
+    assert rig.ask() == (0, False)
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256))
+    chain = rig.leader._requests.get("r").chain.keys  # type: ignore[union-attr]
+    assert graph.keys == (*chain[:16], *point_keys(chain[15], 1))
+    assert graph.point == 16
+    kv, one, other = (table.array() for table in graph.units)
+    assert kv[:16].min() >= 0
+    assert kv[16].max() < 0
+    assert (one[16, 0], other[16, 0]) == (7, 9)
+    assert one[:16].max() < 0
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        [(1, 7, 256)],
+        [(1, 7, 256), (2, NULL_PAGE, 256)],
+        [(1, 7, 256), (2, 9, 128)],
+        [(1, 7, 250), (2, 9, 250)],
+    ],
+    ids=["a group is missing", "no page", "two boundaries", "inside a block"],
+)
+def test_half_a_point_is_not_saved(offered: list[tuple[int, int, int]]) -> None:
+    rig = Rig()
+    rig.ask()
+    assert rig.offer(*offered) == []
+    assert rig.index.check_integrity() is None
+
+
+def test_each_boundary_is_saved_once_and_the_longest_is_found() -> None:
+    rig = Rig()
+    rig.ask()
+    first, second = rig.offer((1, 7, 256), (2, 9, 256), (1, 6, 128), (2, 8, 128))
+    assert (first.point, second.point) == (8, 8), "the second has the blocks behind the first"
+    for graph in (first, second):
+        rig.end(graph)
+    assert rig.offer((1, 7, 256), (2, 9, 256)) == []
+    rig.leader._requests.clear()
+    assert rig.ask()[0] == 256
+    assert rig.ask("later", computed=128)[0] == 128
+    assert rig.ask("all of it", computed=256) == (0, False)
+
+
+def test_states_behind_a_prompt_are_saved_as_vllm_save_decode_says() -> None:
+    for decode in (True, False):
+        rig = Rig(vllm={"save_decode": decode})
+        rig.ask()
+        rig.request.num_prompt_tokens = 200
+        tracked = rig.leader._requests.get("r")
+        assert tracked is not None
+        assert bool(rig.offer((1, 7, 256), (2, 9, 256))) is decode
+
+
+def test_no_room_for_all_of_a_point_saves_nothing() -> None:
+    rig = Rig(host=16)
+    rig.ask()
+    assert rig.offer((1, 7, 256), (2, 9, 256)) == []
+    rig.index.check_integrity()
+    assert not rig.index.held("host", rig.leader._requests.get("r").chain.keys)  # type: ignore[union-attr]
+    [graph] = rig.offer((1, 7, 128), (2, 9, 128))
+    rig.end(graph)
+
+
+def loaded_rig() -> Rig:
+    rig = Rig()
+    rig.ask()
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256))
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+    return rig
+
+
+def test_a_load_fills_the_pages_in_which_the_next_step_looks() -> None:
+    [graph] = loaded_rig().load(256, [[100, 101], [NULL_PAGE, 5], [NULL_PAGE, 6]])
+    kv, one, other = (table.array() for table in graph.units)
+    assert graph.point == 16
+    assert (one[-1, 0], other[-1, 0]) == (5, 6)
+    assert np.array_equal(kv[:16].ravel(), np.arange(100 * 8, 102 * 8))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "states"),
+    [(128, [5, 6]), (256, [5]), (256, [5, NULL_PAGE])],
+    ids=["fewer tokens than offered", "no page yet", "a null page"],
+)
+def test_a_load_that_would_end_without_states_is_told_as_failed(
+    tokens: int, states: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = loaded_rig()
+    assert rig.load(tokens, [[100, 101], states, states]) == []
+    assert rig.leader._plan.failed_loads == ["r"]
+    assert "state" in caplog.text
+    rig.index.check_integrity()
+    assert rig.manager.in_flight == 0
+
+
+def test_a_lost_state_is_not_found_and_the_blocks_are() -> None:
+    rig = loaded_rig()
+    chain = rig.leader._requests.get("r").chain.keys  # type: ignore[union-attr]
+    row = last_point_key(chain[15], 1)
+    rig.manager.invalidation.evict("host", [*chain[:16], row][-1:])
+    rig.leader._requests.clear()
+    assert rig.ask() == (0, False)
+    hit = rig.manager.get_match(chain, rig.leader.namespaces.of().digest)
+    assert (hit.blocks, hit.held.depth) == (0, 16)
+
+
+def test_nothing_is_saved_at_the_end_of_a_request() -> None:
+    """vLLM names no page that has the states at the end of an answer."""
+    rig = Rig()
+    rig.ask()
+    rig.request.num_computed_tokens = len(PROMPT)
+    rig.request.get_finished_reason = lambda: None
+    rig.leader.request_finished(rig.request, rig.pages(([7, 7], [9, 9])))
+    assert not rig.leader._plan.early_saves

@@ -1,0 +1,283 @@
+"""Models whose layers keep a state, on vLLM: hybrids with short convolutions and gated delta nets.
+
+Such a model can go on only where its states are at hand: at boundaries of which vLLM keeps them.
+A state of zeros need not change the likeliest token of so small a model, so log-probabilities are
+compared too, and mistakes are planted that must show (`tests/engines/spoiling`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvcore.harness.compare import answers, assert_same_answers, counted, settle_and_empty
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import words
+from kvcore_vllm.testing.rig import V2
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+HERE = Path(__file__).parent
+VOCABULARY = 512
+LENGTH = 900
+AS_NEAR = 1e-3
+"""How near log-probabilities in float32 are, where the same is computed."""
+
+
+class Kind(NamedTuple):
+    """A kind of model, and how it is started. vLLM keeps states every ``step`` tokens."""
+
+    arch: str
+    step: int
+    args: dict[str, Any]
+    env: Mapping[str, str] = MappingProxyType({})
+    python: str = ""
+
+
+# vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
+LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+# Its CPU build forgets a block size that it chose itself, and then keeps few states.
+QWEN = {"dtype": "bfloat16", "block_size": 384}
+KINDS = {
+    "lfm2": Kind("lfm2", 128, LFM2),
+    "lfm2-v2": Kind("lfm2", 128, LFM2, V2),
+    "lfm2-ranks": Kind("lfm2", 128, {**LFM2, "tensor_parallel_size": 2}),
+    "lfm2-tails": Kind("lfm2", 64, {**LFM2, "block_size": 256, "prefix_match_unit": 64}),
+    "lfm2-0.30": Kind("lfm2", 128, LFM2, python="vllm-0.30"),
+    "lfm2-0.33": Kind("lfm2", 128, LFM2, python="vllm-0.33"),
+    "qwen3_next": Kind("qwen3_next", 384, QWEN),
+    "qwen3_next-tails": Kind("qwen3_next", 128, {**QWEN, "prefix_match_unit": 128}),
+}
+NIGHTLY = [name for name in KINDS if name != "lfm2"]
+"""Two groups of states and one of attention, or three and one."""
+
+
+class Served(NamedTuple):
+    """A running engine. ``spoil`` is the file that has the mistake to make."""
+
+    process: EngineProcess
+    kind: Kind
+    spoil: Path
+
+    def ask(self, prompts: Sequence[Sequence[int]], salt: str, batch: int = 1) -> list[Generation]:
+        return answers(self.process, prompts, batch=batch, cache_salt=salt, logprobs=True)
+
+    def resumed(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt that was stored come back. The last one is computed."""
+        return (len(prompt) - 1) // self.kind.step * self.kind.step
+
+    @contextmanager
+    def mistake(self, name: str) -> Iterator[None]:
+        """The engine makes this mistake in the block."""
+        self.spoil.write_text(name)
+        try:
+            yield
+        finally:
+            self.spoil.unlink()
+
+    def is_exact(self) -> bool:
+        return self.kind.args.get("dtype") is None
+
+
+@pytest.fixture(
+    scope="module",
+    params=["lfm2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found = KINDS[request.param]
+    python = HERE.parents[1] / ".venvs" / found.python / "bin" / "python"
+    if found.python and not python.exists():
+        pytest.skip(f"no {python}: make env-compat")
+    return found._replace(python=str(python) if found.python else "")
+
+
+@pytest.fixture(scope="module")
+def folder(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def served(kind: Kind, folder: Path) -> Iterator[Served]:
+    with started(kind, folder) as process:
+        yield Served(process, kind, folder / "spoil")
+
+
+def model_of(kind: Kind) -> Path:
+    return tiny_model(
+        kind.arch, layers=6 if kind.arch == "lfm2" else 4, heads=8, head_dim=64,
+        kv_heads=2 if "tensor_parallel_size" in kind.args else 1, vocabulary=VOCABULARY,
+    )  # fmt: skip
+
+
+def started(kind: Kind, folder: Path, **more: Any) -> Any:
+    """An engine with kvcore. A resume point takes several rows of blocks of eight tokens."""
+    config = {
+        "block": {"tokens": 8},
+        "host": {"capacity": "64MiB"},
+        "disk": {"path": str(folder / "kv"), "capacity": "256MiB"},
+        "transfer": {"load_deadline_s": 600},
+        "explain": {"path": str(folder / "explain")},
+    }
+    path = os.pathsep.join([str(HERE / "spoiling"), os.environ.get("PYTHONPATH", "")])
+    env = {**kind.env, "PYTHONPATH": path, "KVCORE_SPOIL": str(folder / "spoil")}
+    python = {"python": kind.python} if kind.python else {}
+    return engine(model_of(kind), config, env=env, **python, **kind.args, **more)
+
+
+def prompt(seed: int, length: int = LENGTH) -> list[int]:
+    return words(seed, length, range(1, VOCABULARY - 8))
+
+
+def logprobs(got: Sequence[Generation]) -> list[float]:
+    return [each for answer in got for each in answer.logprobs]
+
+
+def assert_same(served: Served, got: Sequence[Generation], right: Sequence[Generation]) -> None:
+    assert_same_answers(got, right)
+    if served.is_exact():  # with float32 a wrong byte shows before it changes a token
+        assert logprobs(got) == pytest.approx(logprobs(right), abs=AS_NEAR)
+
+
+def test_answers_are_those_of_the_engine_alone(served: Served) -> None:
+    """Later tests compare an answer with the first one, for which all was computed."""
+    if not served.is_exact() or served.kind.python:
+        pytest.skip("vLLM without its prefix cache computes in other pieces")
+    prompts = [prompt(1), prompt(2, 130), prompt(3, 64)]
+    args = {name: value for name, value in served.kind.args.items() if name in LFM2}
+    with engine(model_of(served.kind), None, enable_prefix_caching=False, **args) as alone:
+        right = answers(alone, prompts, logprobs=True)
+    assert len({str(answer.token_ids) for answer in right}) == len(prompts)
+    got = served.ask(prompts, "alone")
+    assert not any(answer.reused_tokens for answer in got)
+    assert_same(served, got, right)
+
+
+def test_a_prompt_goes_on_from_its_last_state(served: Served) -> None:
+    prompts = [prompt(10), prompt(11, 2 * served.kind.step), prompt(12, served.kind.step + 1)]
+    cold = served.ask(prompts, "last")
+    for _ in range(2):
+        settle_and_empty(served.process)
+        warm = served.ask(prompts, "last")
+        assert_same(served, warm, cold)
+        assert [answer.tiers for answer in warm] == [
+            {"host": served.resumed(asked)} for asked in prompts
+        ]
+    other = served.ask(prompts[:1], "another salt")
+    assert_same(served, other, cold[:1])
+    assert not other[0].reused_tokens
+
+
+def test_turns_of_a_conversation_and_prompts_that_part(served: Served) -> None:
+    """A turn goes on from the turn before. Where a prompt parts there need not be a state."""
+    first = prompt(20)
+    second = [*first, *prompt(21, 300)]
+    parted = [*first[: LENGTH // 2], *prompt(22, LENGTH // 2)]
+    cold = [served.ask([asked], f"turn {i}")[0] for i, asked in enumerate((first, second, parted))]
+    settle_and_empty(served.process)
+    for asked, right in zip((first, second, parted), cold, strict=True):
+        got = served.ask([asked], "turns")
+        assert_same(served, got, [right])
+        if asked is second:
+            assert got[0].reused_tokens == served.resumed(first)
+        settle_and_empty(served.process)
+    again = served.ask([parted], "turns")
+    assert_same(served, again, cold[2:])
+    assert again[0].reused_tokens == served.resumed(parted)
+
+
+def test_many_at_once_and_aborts(served: Served) -> None:
+    prompts = [prompt(30 + i, LENGTH - 50 * i) for i in range(6)]
+    cold = served.ask(prompts, "alone at a time")
+    settle_and_empty(served.process)
+    for _ in range(2):
+        assert_same_answers(served.ask(prompts, "together", batch=6), cold)
+        settle_and_empty(served.process)
+    calls: list[Future[Generation]] = [
+        served.process.submit(asked, 8, cache_salt="together", abort_after=i % 3)
+        for i, asked in enumerate(prompts)
+    ]
+    for call in calls:
+        call.result(600)
+    settle_and_empty(served.process)
+    warm = served.ask(prompts, "together")
+    assert_same(served, warm, cold)
+    assert all(answer.reused_tokens for answer in warm)
+
+
+def test_a_load_that_fails_is_computed(served: Served) -> None:
+    prompts = [prompt(40), prompt(41, 500)]
+    cold = served.ask(prompts, "fails")
+    settle_and_empty(served.process)
+    before = counted(served.process, "kvcore_failures_total")
+    with served.mistake("fail"):
+        got = served.ask(prompts, "fails")
+    assert_same(served, got, cold)
+    assert not any(answer.reused_tokens for answer in got)
+    assert counted(served.process, "kvcore_failures_total") > before
+    settle_and_empty(served.process)
+    warm = served.ask(prompts, "fails")
+    assert_same(served, warm, cold)
+    assert all(answer.reused_tokens for answer in warm), "what was computed was saved anew"
+
+
+@pytest.mark.parametrize("name", ["zeros", "group", "earlier"])
+def test_a_mistake_with_the_states_shows(served: Served, name: str) -> None:
+    """Without this the tests above would prove nothing."""
+    asked = [prompt(50)]
+    cold = served.ask(asked, f"mistake {name} cold")
+    with served.mistake(name):
+        served.ask(asked, f"mistake {name}")
+        settle_and_empty(served.process)
+        spoiled = served.ask(asked, f"mistake {name}")
+    settle_and_empty(served.process)
+    assert spoiled[0].reused_tokens
+    if served.is_exact():
+        assert logprobs(spoiled) != pytest.approx(logprobs(cold), abs=AS_NEAR)
+    else:
+        assert (
+            spoiled[0].token_ids != cold[0].token_ids
+            or max(abs(a - b) for a, b in zip(logprobs(spoiled), logprobs(cold), strict=True))
+            > 0.05
+        )
+
+
+def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path: Path) -> None:
+    """It starts another engine, on a copy of the disk."""
+    prompts = [prompt(60), prompt(61, 700)]
+    cold = served.ask(prompts, "restart")
+    served.process.settle()
+    shutil.copytree(folder / "kv", tmp_path / "kv")
+    with started(served.kind, tmp_path) as process:
+        again = served._replace(process=process)
+        warm = again.ask(prompts, "restart")
+        assert_same(served, warm, cold)
+        assert [answer.tiers for answer in warm] == [
+            {"disk": served.resumed(asked)} for asked in prompts
+        ]
+
+
+@pytest.mark.exhaustive
+def test_preempted_requests_go_on(kind: Kind, tmp_path: Path) -> None:
+    """A device cache that holds two of six conversations."""
+    if kind.arch != "lfm2" or kind.python or kind.env or kind.args != LFM2:
+        pytest.skip("one kind is enough")
+    prompts = [prompt(70 + i, 600) for i in range(6)]
+    with started(kind, tmp_path) as process:
+        cold = answers(process, prompts, max_tokens=200)
+    with started(kind, tmp_path / "less", num_gpu_blocks_override=24) as process:
+        for _ in range(2):
+            got = answers(process, prompts, batch=6, max_tokens=200)
+            assert_same_answers(got, cold)
+        assert counted(process, "vllm:num_preemptions_total") > 0
