@@ -247,8 +247,7 @@ class RequestLog:
         ]
         first = repr(list(tokens[:block_tokens])).encode()
         seen = hashlib.blake2b(first, digest_size=16).digest()
-        # The last token is always computed, so a point behind it would not help.
-        if hit.blocks < min(hit.held.depth, (len(tokens) - 1) // block_tokens):
+        if hit.blocks < hit.held.depth:
             record.misses.append(Miss(Cause.NO_POINT, held=hit.held.depth * block_tokens))
         elif (miss := self._missing(hit.held, seen, namespace)) is not None:
             record.misses.append(miss)

@@ -9,6 +9,7 @@ from kvcore._util.circuit_breaker import Breaker, TierBreakers
 from kvcore.index import BlockIndex
 from kvcore.manager.base import Backing
 from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.model.points import PointShape
 
 __all__ = ["LowerTiers"]
 
@@ -29,7 +30,11 @@ class LowerTiers:
 
     @classmethod
     def of(
-        cls, backings: Sequence[Backing], index: BlockIndex, clock: Callable[[], float]
+        cls,
+        backings: Sequence[Backing],
+        index: BlockIndex,
+        clock: Callable[[], float],
+        points: PointShape | None = None,
     ) -> LowerTiers:
         """Give ``backings`` circuit breakers, and lookups if other hosts write to them."""
         breakers = TierBreakers((tier.name for tier in backings), clock=clock)
@@ -39,6 +44,7 @@ class LowerTiers:
                 index,
                 Breaker(f"{tier.name} lookups", clock=clock),
                 tier.finder,
+                points=points,
                 readable=breakers.reads[tier.name].allows,
                 clock=clock,
             )

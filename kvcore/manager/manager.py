@@ -106,7 +106,7 @@ class KVManager(Manager):
         """Called by every `maintain`."""
         self._metrics = metrics = metrics or Metrics(enabled=False)
         self._points = points
-        self.tiers = tiers = LowerTiers.of(backing, index, clock)
+        self.tiers = tiers = LowerTiers.of(backing, index, clock, points)
         self.invalidation = Invalidation(index, transport, tiers, metrics)
         self.flights = Flights(
             index,
@@ -136,9 +136,11 @@ class KVManager(Manager):
         return tuple(self.tiers.bindings.values())
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
+        if self._points is not None:
+            keys = keys[:limit]
         self._settle_stores(keys, namespace)
         hit = Hit(keys, namespace, self._sources(keys))
-        return hit if self._points is None else self._resumable(self._points, hit, limit)
+        return hit if self._points is None else self._resumable(self._points, hit)
 
     def _sources(self, keys: Sequence[bytes]) -> tuple[Source, ...]:
         match = self.index.match(keys)
@@ -149,10 +151,9 @@ class KVManager(Manager):
                 position = depth
         return tuple(sources)
 
-    def _resumable(self, points: PointShape, hit: Hit, limit: int | None) -> Hit:
+    def _resumable(self, points: PointShape, hit: Hit) -> Hit:
         """Return the longest hit within ``hit`` that ends in a resume point."""
-        most = hit.depth if limit is None else min(hit.depth, limit)
-        for blocks in range(points.boundary(most), 0, -points.every):
+        for blocks in range(points.boundary(hit.depth), 0, -points.every):
             if last_point_key(hit.keys[blocks - 1], points.rows) not in self.index:
                 continue
             chain = points.chain(hit.keys, blocks)
@@ -162,11 +163,12 @@ class KVManager(Manager):
         return Hit(hit.keys, hit.namespace, (), beside=hit)
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
-        if max(hit.depth, computed) >= len(hit.keys):
+        keys, beyond = hit.held.keys, max(hit.blocks, computed)
+        if beyond >= len(keys):
             return False
         # A list, because every store is to be asked: `any` stops at the first that is.
         stores = self.tiers.lookups.values()
-        asking = [store.ask(hit.keys, promise, hit.namespace) for store in stores]
+        asking = [store.ask(keys, promise, hit.namespace, beyond) for store in stores]
         return any(asking)
 
     def wait_stores(self, timeout: float) -> bool:

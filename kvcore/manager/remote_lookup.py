@@ -7,6 +7,9 @@ Other hosts write to the store. A block that one of them wrote is found by askin
 store has dropped is found missing when it is read, and leaves the index then. Beliefs obey the
 index's rule: it holds a block only with all blocks before it.
 
+Of a model with resume points a store is asked for blocks, and then for the longest point within
+those that it holds. Only a point enters the index, with all before it.
+
 A query ends at its deadline whatever the store does. The block after the last one found is not
 asked for again for a while, so that no prompt waits for a store twice in a row.
 """
@@ -15,12 +18,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
+from kvcore.model.points import PointShape, point_keys
 from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
@@ -46,6 +51,8 @@ class _Asked(NamedTuple):
     start: int
     limit: float
     owner: str
+    ends: dict[bytes, int]
+    """By the last row of each resume point that is looked for, the number of blocks before it."""
 
 
 class StoreLookup:
@@ -55,6 +62,8 @@ class StoreLookup:
     Blocks that a node has promised are asked for at that node, whatever the breaker's state, and
     the outcome does not change that state: a node that does not answer tells nothing about the
     store, and the store itself stops asking such a node.
+
+    ``points`` are the resume points of the model, if it has any.
 
     ``owner_of`` names the owner of a namespace. If all lookups are taken, one of the owner that has
     most gives way to an owner that has fewer, so that nobody can keep others from the store.
@@ -67,6 +76,7 @@ class StoreLookup:
         breaker: Breaker,
         finder: Finder,
         *,
+        points: PointShape | None = None,
         readable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,6 +84,7 @@ class StoreLookup:
         self._index = index
         self._breaker = breaker
         self._finder = finder
+        self._points = points
         self._readable = readable
         self._clock = clock
         self.owner_of: Callable[[bytes], str] = lambda namespace: ""
@@ -82,31 +93,57 @@ class StoreLookup:
         self._nodes: dict[bytes, str] = {}  # key -> node that promised and holds it
 
     def ask(
-        self, keys: Sequence[bytes], promise: Promise | None = None, namespace: bytes = b""
+        self,
+        keys: Sequence[bytes],
+        promise: Promise | None = None,
+        namespace: bytes = b"",
+        beyond: int = 0,
     ) -> bool:
         """Return True if an answer about this prompt is pending; send a query if it is worth one.
 
-        Promised blocks are asked for even if they were absent a moment ago.
+        Promised blocks are asked for even if they were absent a moment ago. Of a model with resume
+        points, those behind block ``beyond`` are.
         """
         if not keys:
             return False
         if keys[-1] in self._asked:
             return True
-        start = self._index.held(self._tier, keys)
+        start, ends = self._index.held(self._tier, keys), None
         promise = promise and promise.beyond(start)
         absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
+        if self._points is not None:
+            promise, ends = None, self._ends(self._points, keys, beyond)
+            absent = not ends or (start < len(keys) and self._is_absent(keys[start]))
+            start = min(start, beyond)
         node_only = self._finder.is_node_only(promise)
         owner = self.owner_of(namespace)
         if absent or not self._may_ask(node_only, owner):
             return False
-        query = self._finder.ask(keys[start:], promise)
+        look_for = None if ends is None else partial(_within, ends, start)
+        query = self._finder.ask(keys[start:], promise, look_for)
         if query is None:
             return False
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
         if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner)
+        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner, ends or {})
         return True
+
+    def _ends(self, points: PointShape, keys: Sequence[bytes], beyond: int) -> dict[bytes, int]:
+        """Return the blocks before each point worth looking for, by its last row, longest first.
+
+        They are behind block ``beyond``. None is worth it if the longest was not there a moment
+        ago, and a point is not of which a row could not be read.
+        """
+        found = {}
+        for end in range(points.boundary(len(keys)), beyond, -points.every):
+            *rows, last = point_keys(keys[end - 1], points.rows)
+            if self._is_absent(last):
+                if not found:
+                    return {}
+            elif not any(map(self._is_absent, rows)):
+                found[last] = end
+        return found
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
         """Apply the answer about this prompt, if it has come or is late; else return None."""
@@ -115,8 +152,26 @@ class StoreLookup:
             return None
         del self._asked[keys[-1]]
         outcome = self._judge(asked)
+        if self._points is None:
+            found = min(asked.start + asked.query.found, len(keys))
+            believed = self._believe(asked, keys, found, namespace, outcome)
+            if believed.stop < len(keys):
+                self.absent(keys[believed.stop])
+            return believed
+        longest, end = next(iter(asked.ends)), asked.query.end
+        if end != longest:
+            self.absent(longest)
+        if end is None:
+            start = self._index.held(self._tier, keys)
+            return Believed(start, start, [], "absent" if outcome == "found" else outcome)
+        chain = self._points.chain(keys, asked.ends[end])
+        return self._believe(asked, chain, len(chain), namespace, outcome)
+
+    def _believe(
+        self, asked: _Asked, keys: Sequence[bytes], found: int, namespace: bytes, outcome: str
+    ) -> Believed:
+        """Let the first ``found`` of ``keys`` enter the index."""
         start = self._index.held(self._tier, keys)
-        found = min(asked.start + asked.query.found, len(keys))
         evicted: list[Evicted] = []
         if asked.start <= start < found:
             reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
@@ -124,10 +179,7 @@ class StoreLookup:
             self._index.lifecycle.commit(reservation)
             if asked.query.node:
                 self._remember(keys[start:found], asked.query.node)
-        stop = self._index.held(self._tier, keys)
-        if stop < len(keys):
-            self.absent(keys[stop])
-        return Believed(start, stop, evicted, outcome)
+        return Believed(start, self._index.held(self._tier, keys), evicted, outcome)
 
     def nodes(self, keys: Sequence[bytes]) -> set[str]:
         """Return the nodes that promised these blocks and were found to hold them."""
@@ -205,3 +257,8 @@ class StoreLookup:
         if allowed and len(self._asked) >= MAX_OPEN:
             self._make_room(owner)
         return len(self._asked) < MAX_OPEN and allowed and self._readable()
+
+
+def _within(ends: Mapping[bytes, int], start: int, found: int) -> list[bytes]:
+    """Return those of ``ends`` with at most ``found`` blocks from ``start`` on before them."""
+    return [row for row, end in ends.items() if end <= start + found]

@@ -236,8 +236,6 @@ def build_manager(
     plugins.check(config)
     slots = host_slots(config, model)
     backings = prepare_backings(config, geometry(model), plugins)
-    if model.point is not None:
-        backings = [_without_finder(found) for found in backings]
     host = TierSpec(
         HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
     )
@@ -284,21 +282,6 @@ def build_manager(
     outside = [] if events is None else [events.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
     return ManagerParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
-
-
-def _without_finder(found: PreparedBacking) -> PreparedBacking:
-    """Return a tier of which only what this engine wrote itself is found.
-
-    A store is asked for the blocks of a prompt, not for the resume points behind them.
-    """
-    if found.backing.finder is None:
-        return found
-    _log.warning(
-        "tier %s: of a model with resume points, only what this engine wrote since its start is "
-        "found there",
-        found.spec.name,
-    )
-    return replace(found, backing=replace(found.backing, finder=None))
 
 
 def _tell_blocks(tell: Callable[[Event], None], event: Event) -> None:

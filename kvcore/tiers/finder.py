@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["MAX_OPEN", "PROMISE_POLL_S", "Finder", "Promise", "StoreQuery"]
+__all__ = ["MAX_OPEN", "PROMISE_POLL_S", "Ends", "Finder", "Promise", "StoreQuery"]
 
 MAX_OPEN = 256
 """Most queries of a finder that are open at a time."""
@@ -36,6 +36,10 @@ class Promise(NamedTuple):
         return self._replace(blocks=self.blocks - start) if self.blocks > start else None
 
 
+Ends = Callable[[int], Sequence[bytes]]
+"""Returns the last rows of the resume points within so many keys of a prompt, longest first."""
+
+
 class StoreQuery:
     """A query for how many of ``keys``, counted from the first, the store holds.
 
@@ -43,15 +47,24 @@ class StoreQuery:
     says that it ended because the store did not answer; ``error`` is the reason. Keys covered by a
     ``promise`` are looked up repeatedly until its ``wait_s`` is over. ``node_only`` marks a query
     to a single node, whose outcome says nothing about the store as a whole.
+
+    A model with resume points is of use up to one of them only. ``ends`` then returns the last rows
+    of the points within a number of keys, the longest first, and ``end`` is the first of these that
+    the store holds; None if it holds none.
     """
 
     __slots__ = (
-        "asked_at", "due_at", "ended", "error", "failed", "found", "keys", "node", "node_only",
-        "promised", "until", "window",
+        "_ends", "_left", "asked_at", "due_at", "end", "ended", "error", "failed", "found", "keys",
+        "node", "node_only", "promised", "until", "window",
     )  # fmt: skip
 
-    def __init__(self, keys: Sequence[bytes], promise: Promise | None = None) -> None:
+    def __init__(
+        self, keys: Sequence[bytes], promise: Promise | None = None, ends: Ends | None = None
+    ) -> None:
         self.keys = tuple(keys)
+        self._ends = ends
+        self._left: Sequence[bytes] | None = None  # the ends to look for, once `found` is known
+        self.end: bytes | None = None
         self.found = 0
         self.ended = False
         self.failed = False
@@ -66,9 +79,25 @@ class StoreQuery:
 
     def due(self) -> tuple[bytes, ...]:
         """Return the keys of the next batch."""
+        if self._left is not None:
+            return tuple(self._left[: self.window])
         return self.keys[self.found : self.found + self.window]
 
-    def answer(self, held: int) -> None:
+    def take(self, held: Sequence[bool]) -> None:
+        """Record which keys of the batch that was due the store holds."""
+        if self._left is None:
+            self._take_blocks([*held, False].index(False))
+            if self.ended and self._ends is not None:
+                self._left, self.window = self._ends(self.found), _FIRST_WINDOW
+                self.ended = not self._left
+            return
+        if True in held:
+            self.end = self._left[held.index(True)]
+        self._left = self._left[len(held) :]
+        self.ended = self.end is not None or not self._left
+        self.window = min(2 * self.window, _MAX_WINDOW)
+
+    def _take_blocks(self, held: int) -> None:
         """Record that the store holds the first ``held`` keys of the batch that was due."""
         short, now = held < self.window, time.monotonic()
         self.found += held
@@ -95,8 +124,10 @@ class Finder(ABC):
         """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
 
     @abstractmethod
-    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
-        """Start a query. Returns None if it cannot be answered now.
+    def ask(
+        self, keys: Sequence[bytes], promise: Promise | None = None, ends: Ends | None = None
+    ) -> StoreQuery | None:
+        """Start a `StoreQuery`. Returns None if it cannot be answered now.
 
         ``promise`` covers the first of these keys.
         """

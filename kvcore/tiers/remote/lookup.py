@@ -22,7 +22,7 @@ from functools import partial
 
 from kvcore._util.threads import GuardedThread
 from kvcore.errors import TierError, TierUnavailable
-from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
+from kvcore.tiers.finder import MAX_OPEN, Ends, Finder, Promise, StoreQuery
 from kvcore.tiers.remote.base import BlockStore
 from kvcore.tiers.remote.object_keys import Shard
 from kvcore.tiers.remote.pending_deletes import PendingDeletes
@@ -110,13 +110,15 @@ class StoreFinder(Finder):
         """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
         return promise is not None and bool(promise.node) and self._store.has_nodes
 
-    def ask(self, keys: Sequence[bytes], promise: Promise | None = None) -> StoreQuery | None:
+    def ask(
+        self, keys: Sequence[bytes], promise: Promise | None = None, ends: Ends | None = None
+    ) -> StoreQuery | None:
         """Start a query. Returns None if too many queries are open or the finder is closed.
 
         Also returns None if the thread that would answer it has died. ``promise`` covers the first
         of these keys.
         """
-        query = StoreQuery(keys, promise)
+        query = StoreQuery(keys, promise, ends)
         query.node_only = self.is_node_only(promise)
         with self._changed:
             if self._closed or len(self._open) >= MAX_OPEN:
@@ -263,7 +265,7 @@ class StoreFinder(Finder):
                     query.error = why
                     query.ended = query.failed = True
                 elif not query.ended:
-                    query.answer([*(key in held for key in batch), False].index(False))
+                    query.take([key in held for key in batch])
             ended = [query for query in round_ if query.ended]
             self._open = [query for query in self._open if not query.ended]
             self._answered += len(ended)

@@ -597,7 +597,7 @@ def test_every_store_is_asked_for_what_is_not_held(asking: tuple[bool, bool]) ->
     with_stores(rig, *stores)
     hit = rig.manager.get_match(keys, NAMESPACE)
     assert rig.manager.ask_stores(hit, 1) is any(asking)
-    assert [store.asked for store in stores] == [[(hit.keys, None, NAMESPACE)]] * 2
+    assert [store.asked for store in stores] == [[(hit.keys, None, NAMESPACE, 1)]] * 2
 
 
 @pytest.mark.parametrize(("saved", "computed"), [(2, 0), (0, 2), (1, 2), (0, 3)])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
+from kvcore.model.points import PointShape, StateGroup, point_keys
 from kvcore.tiers.finder import Promise
 from kvcore.tiers.remote import Shard, StoreFinder, StoreQuery
 from kvcore.tiers.remote.memory import MemoryStore
@@ -119,18 +120,23 @@ def test_blocks_are_removed_before_it_closes(store: Flaky) -> None:
 class Leader:
     """An index with a store below host memory, a clock that is set, and a finder that is real."""
 
-    def __init__(self, store: Flaky, slots: int = 64) -> None:
+    def __init__(self, store: Flaky, slots: int = 64, points: PointShape | None = None) -> None:
         self.now = 0.0
         self.index = BlockIndex([TierSpec("host", 8), TierSpec("far", slots)])
         self.breaker = Breaker("far", clock=lambda: self.now)
         self.finder = StoreFinder(store, SHARDS, name="far", lookup_s=1, absent_s=10)
         self.lookup = StoreLookup(
-            "far", self.index, self.breaker, self.finder, clock=lambda: self.now
+            "far",
+            self.index,
+            self.breaker,
+            self.finder,
+            points=points,
+            clock=lambda: self.now,
         )
 
-    def find(self, keys: Sequence[bytes]) -> int:
+    def find(self, keys: Sequence[bytes], beyond: int = 0) -> int:
         """Ask and take in the answer; how many blocks are believed then."""
-        if self.lookup.ask(keys):
+        if self.lookup.ask(keys, beyond=beyond):
             while self.lookup._asked and not self.lookup._asked[keys[-1]].query.ended:
                 self.finder.wait(0.1)
             assert self.lookup.settle(keys, SPACE) is not None
@@ -314,5 +320,102 @@ def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject
                 leader.index.removal.invalidate("far", keys[gone])
                 leader.lookup.absent(keys[gone])
             leader.now += data.draw(st.sampled_from([0.1, 20]))
+    finally:
+        leader.finder.close()
+
+
+# -- resume points ------------------------------------------------------------------------------
+
+POINTS = PointShape((StateGroup(1, ("state",), 20),), row_nbytes=8, every=2)
+
+
+def put(store: Flaky, *keys: bytes) -> None:
+    for key in keys:
+        for name in names_of(key):
+            store.values[name] = b"?"
+
+
+def resumable(leader: Leader, keys: Sequence[bytes]) -> int:
+    """The blocks before the longest point that the index holds of the store."""
+    ends = range(POINTS.boundary(len(keys)), 0, -POINTS.every)
+    chains = {end: POINTS.chain(keys, end) for end in ends}
+    return next(
+        (end for end in ends if leader.index.held("far", chains[end]) == len(chains[end])), 0
+    )
+
+
+@pytest.fixture
+def pointed(store: Flaky) -> Iterator[Leader]:
+    leader = Leader(store, points=POINTS)
+    yield leader
+    store.gate.set()
+    leader.finder.close()
+
+
+def test_only_a_point_is_believed_with_all_before_it(pointed: Leader, store: Flaky) -> None:
+    keys = keys_of(range(9))
+    put(store, *keys[:7], *POINTS.chain(keys, 2), *POINTS.chain(keys, 4))
+    pointed.find(keys)
+    assert resumable(pointed, keys) == 4
+    assert pointed.index.match(keys).depths[1] == 4, "blocks behind it are of no use"
+    assert not pointed.lookup.ask(keys, beyond=4), "a longer one is known to be absent"
+    pointed.now = 20
+    put(store, *POINTS.chain(keys, 6))
+    pointed.find(keys, beyond=4)
+    assert resumable(pointed, keys) == 6
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_point_of_which_a_row_was_lost_gives_way_to_a_shorter_one(
+    pointed: Leader, store: Flaky, row: int
+) -> None:
+    keys = keys_of(range(4))
+    put(store, *POINTS.chain(keys, 2), *POINTS.chain(keys, 4))
+    pointed.find(keys)
+    assert resumable(pointed, keys) == 4
+    lost = point_keys(keys[3], POINTS.rows)[row]
+    pointed.index.removal.invalidate("far", lost)
+    pointed.lookup.absent(lost)
+    pointed.find(keys)
+    assert resumable(pointed, keys) == 2
+
+
+def test_a_prompt_that_nobody_stored_costs_one_round_trip(pointed: Leader, store: Flaky) -> None:
+    pointed.find(keys_of(range(64)))
+    assert store.calls == 1
+
+
+def test_the_end_of_a_query_may_be_far_from_the_longest(pointed: Leader, store: Flaky) -> None:
+    """Ends are looked for in growing batches, from the longest on."""
+    keys = keys_of(range(64))
+    put(store, *keys, *POINTS.chain(keys, 2))
+    pointed.find(keys)
+    assert resumable(pointed, keys) == 2
+
+
+@given(st.data())
+def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) -> None:
+    """Of any store, whatever the index holds already: all blocks before it, and its last row."""
+    store = Flaky()
+    leader = Leader(store, points=POINTS, slots=200)
+    keys = keys_of(range(data.draw(st.integers(1, 40))))
+    ends = list(range(2, len(keys) + 1, 2))
+    try:
+        for _ in range(data.draw(st.integers(1, 3))):
+            leader.now += 20  # what was absent is asked for again
+            put(store, *keys[: data.draw(st.integers(0, len(keys)))])
+            for end in data.draw(st.sets(st.sampled_from(ends), max_size=4)) if ends else ():
+                put(store, *point_keys(keys[end - 1], POINTS.rows))
+            beyond = data.draw(st.sampled_from([0, resumable(leader, keys)]))
+            leader.find(keys, beyond)
+            there = [names_of(key)[0] in store.values for key in keys]
+            most = [*there, False].index(False)
+            rows = [
+                end
+                for end in ends
+                if end <= most
+                and names_of(point_keys(keys[end - 1], POINTS.rows)[-1])[0] in store.values
+            ]
+            assert resumable(leader, keys) == max(rows, default=0)
     finally:
         leader.finder.close()
