@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
-from kvcore.model.points import PointShape, StateGroup, is_point_row, last_point_key, point_keys
+from kvcore.model.points import (
+    PointShape,
+    StateGroup,
+    is_point_row,
+    last_point_key,
+    point_keys,
+    without_rows,
+)
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 
@@ -155,6 +162,25 @@ def test_blocks_and_rows_of_other_blocks_are_not_taken_for_rows(
     for block, point in zip(blocks, points, strict=True):
         others = [key for key in every if key not in (block, *point)]
         assert not any(is_point_row(key, parent) for key in others for parent in (block, *point))
+
+
+@given(st.lists(st.tuples(keys_, st.sampled_from(["block", "first", "next"])), max_size=8))
+@example([(b"\xff" * 16, "next"), (b"\x01" + b"\xff" * 15, "next"), (bytes(16), "block")])
+def test_rows_are_left_out_of_many_keys_as_one_by_one(made: list[tuple[bytes, str]]) -> None:
+    pairs = []
+    for parent, kind in made:
+        after = (int.from_bytes(parent, "big") + 1) % (1 << 128)
+        key = {
+            "block": hashlib.sha256(parent).digest()[:KEY_BYTES],
+            "first": point_keys(parent, 1)[0],
+            "next": after.to_bytes(KEY_BYTES, "big"),
+        }[kind]
+        assert is_point_row(key, parent) == (kind != "block")
+        pairs.append((key, parent))
+    kept = [pair for pair in pairs if not is_point_row(*pair)]
+    packed = (b"".join(key for key, _ in pairs), b"".join(parent for _, parent in pairs))
+    expected = (b"".join(key for key, _ in kept), b"".join(parent for _, parent in kept))
+    assert without_rows(*packed) == expected
 
 
 @given(st.lists(keys_, min_size=1, max_size=6), shapes(), st.data())
