@@ -25,6 +25,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 
 keys_ = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+KINDS = ["block", "half", "other half", "first", "next"]
 WRAPS = (((1 << 128) - 2) ^ int.from_bytes(b"kvcore-point-row", "big")).to_bytes(KEY_BYTES, "big")
 """A block whose second row has the largest number there is."""
 
@@ -164,18 +165,21 @@ def test_blocks_and_rows_of_other_blocks_are_not_taken_for_rows(
         assert not any(is_point_row(key, parent) for key in others for parent in (block, *point))
 
 
-@given(st.lists(st.tuples(keys_, st.sampled_from(["block", "first", "next"])), max_size=8))
+@given(st.lists(st.tuples(keys_, st.sampled_from(KINDS)), max_size=8))
 @example([(b"\xff" * 16, "next"), (b"\x01" + b"\xff" * 15, "next"), (bytes(16), "block")])
 def test_rows_are_left_out_of_many_keys_as_one_by_one(made: list[tuple[bytes, str]]) -> None:
     pairs = []
     for parent, kind in made:
+        row, far = point_keys(parent, 1)[0], hashlib.sha256(parent).digest()[:KEY_BYTES]
         after = (int.from_bytes(parent, "big") + 1) % (1 << 128)
         key = {
-            "block": hashlib.sha256(parent).digest()[:KEY_BYTES],
-            "first": point_keys(parent, 1)[0],
+            "block": far,
+            "half": row[:8] + far[8:],
+            "other half": far[:8] + row[8:],
+            "first": row,
             "next": after.to_bytes(KEY_BYTES, "big"),
         }[kind]
-        assert is_point_row(key, parent) == (kind != "block")
+        assert is_point_row(key, parent) == (kind in ("first", "next"))
         pairs.append((key, parent))
     kept = [pair for pair in pairs if not is_point_row(*pair)]
     packed = (b"".join(key for key, _ in pairs), b"".join(parent for _, parent in pairs))
