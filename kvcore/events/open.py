@@ -30,13 +30,24 @@ class RunningPublisher(NamedTuple):
     close: Callable[[], None]
 
 
+def _all(keys: bytes, parents: bytes) -> tuple[bytes, bytes]:
+    return keys, parents
+
+
 def open_events(
-    config: Config, index: BlockIndex, metrics: Metrics, rank: int | None = None
+    config: Config,
+    index: BlockIndex,
+    metrics: Metrics,
+    rank: int | None = None,
+    *,
+    told: Callable[[bytes, bytes], tuple[bytes, bytes]] = _all,
 ) -> RunningPublisher | None:
     """Start the publisher; return None if no bus is set, or none can be opened.
 
     A bus that cannot be opened is logged, and the engine serves without its events. ``rank`` is the
-    data-parallel rank. Call it on the leader's thread. Starting a process takes a moment.
+    data-parallel rank. A consumer that begins, or begins anew, is told what ``told`` returns of
+    packed keys and parent keys: what events tell too. Call it on the leader's thread. Starting a
+    process takes a moment.
     """
     events = config.events
     if not (events.endpoint or events.nats):
@@ -60,7 +71,7 @@ def open_events(
     )
     feed = Feed(
         plan.pacing.queue_blocks,
-        lambda: {tier: index.admin.published(tier) for tier in index.tiers},
+        lambda: {tier: told(*index.admin.published(tier)) for tier in index.tiers},
         token_ids=plan.token_ids,
         count=metrics.told,
     )

@@ -193,6 +193,13 @@ class BlockIndex:
         """Return how many blocks a tier can hold."""
         return self._state.table(tier).pool.num_slots
 
+    def most(self, tier: str, namespace: bytes) -> int:
+        """Return how many blocks of a namespace a tier can hold at most, with its quota there."""
+        table = self._state.table(tier)
+        share = None if table.quotas is None else table.quotas.share_of(namespace)
+        slots = table.pool.num_slots
+        return slots if share is None else min(slots, share.limit)
+
     def num_free(self, tier: str) -> int:
         """Count the slots of a tier that are free without evicting."""
         return self._state.table(tier).pool.num_free

@@ -53,8 +53,11 @@ class Loader:
         """Plan a load of ``blocks`` of ``hit`` to the device; see `Manager.plan_load`."""
         if not 0 <= blocks.start < blocks.stop <= hit.depth:
             raise TransferError(f"a load of blocks {blocks.start}..{blocks.stop} of {hit.depth}")
-        if hit.point and blocks.stop < hit.depth:
-            raise TransferError(f"a load up to block {blocks.stop}, which ends in no resume point")
+        if hit.point and not (blocks.start <= hit.blocks and blocks.stop == hit.depth):
+            raise TransferError(
+                f"a load of blocks {blocks.start}..{blocks.stop} without all of the resume point, "
+                f"rows {hit.blocks}..{hit.depth}"
+            )
         flight = Flight(hit.keys, blocks.start)
         try:
             graph = self._load(flight, hit, blocks, layers, deadline_s)

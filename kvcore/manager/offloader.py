@@ -87,6 +87,9 @@ class Offloader:
         if self._flights.full:
             self._metrics.save_skipped(SaveSkip.BUSY, stop - start)
             return None
+        if edge is not None and stop > self._index.most(HOST, namespace):  # then evict nothing
+            self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - start)
+            return None
         reservation = self._index.lifecycle.reserve(HOST, keys, start, stop, namespace)
         self._invalidation.count_evicted(HOST, reservation.evicted)
         if reservation.stop < stop:

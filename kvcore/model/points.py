@@ -27,10 +27,19 @@ from typing import NamedTuple
 from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
 
-__all__ = ["Piece", "PointShape", "StateGroup", "is_point_row", "point_keys"]
+__all__ = [
+    "Piece",
+    "PointShape",
+    "StateGroup",
+    "is_point_row",
+    "last_point_key",
+    "point_keys",
+    "without_rows",
+]
 
 _MASK = int.from_bytes(b"kvcore-point-row", "big")
 _KEYS = 1 << (8 * KEY_BYTES)
+_HALVES = ">u8"
 
 
 def point_keys(block: bytes, rows: int) -> tuple[bytes, ...]:
@@ -48,6 +57,23 @@ def is_point_row(key: bytes, parent: bytes) -> bool:
     """Return True if ``key`` names a row of a point and ``parent`` the row or block before it."""
     number, before = int.from_bytes(key, "big"), int.from_bytes(parent, "big")
     return number == before ^ _MASK or number == (before + 1) % _KEYS
+
+
+def without_rows(keys: bytes, parents: bytes) -> tuple[bytes, bytes]:
+    """Return packed keys and their packed parent keys, without those that are rows of points.
+
+    The same as `is_point_row` of each pair, for many: a few million pairs a second.
+    """
+    import numpy as np  # few models have points
+
+    number = np.frombuffer(keys, dtype=_HALVES).reshape(-1, 2)
+    before = np.frombuffer(parents, dtype=_HALVES).reshape(-1, 2)
+    mask = np.frombuffer(_key(_MASK), dtype=_HALVES)
+    low = before[:, 1] + np.uint64(1)
+    high = before[:, 0] + (low == 0)
+    first = (number == before ^ mask).all(axis=1)
+    kept = ~(first | ((number[:, 0] == high) & (number[:, 1] == low)))
+    return number[kept].tobytes(), before[kept].tobytes()
 
 
 def _key(number: int) -> bytes:

@@ -37,7 +37,7 @@ from kvcore.memory.device import device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
 from kvcore.memory.points import RowCopy, StatePages, row_copies, row_view
 from kvcore.model.keys import pack_tokens
-from kvcore.model.points import is_point_row
+from kvcore.model.points import is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backings
@@ -245,7 +245,8 @@ def build_manager(
     for found in backings:
         if found.prepared.torn:
             metrics.refused_block(found.spec.name, Mismatch.CORRUPT.value, found.prepared.torn)
-    events = open_events(config, index, metrics, data_parallel_rank)
+    chosen = {} if model.point is None else {"told": without_rows}
+    events = open_events(config, index, metrics, data_parallel_rank, **chosen)
     feed = None if events is None else events.feed
     listener = _both(on_event, feed)
     if listener is not None:

@@ -20,6 +20,7 @@ _PLAIN: dict[str, Any] = {
     "attention": None,
     "lora": None,
     "draft": None,
+    "states": None,
     "own": None,
     "alone": (),
 }

@@ -25,6 +25,7 @@ from kvcore.manager import (
     TransferOptions,
     WritePolicy,
 )
+from kvcore.model.points import PointShape
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import (
     SKIP,
@@ -164,6 +165,7 @@ class ManagerRig:
         batch: int = 3,
         admit: int = 1,
         device: int = 0,
+        points: PointShape | None = None,
     ) -> None:
         self.now = 0.0
         self.media = Media()
@@ -189,6 +191,7 @@ class ManagerRig:
                 range(host, host + staging), device_slots=device, batch_blocks=batch
             ),
             metrics=self.metrics,
+            points=points,
             clock=lambda: self.now,
         )
         self._unit = 0
@@ -209,6 +212,13 @@ class ManagerRig:
         computed = partial(self.computed, keys)
         return save_blocks(self.manager, keys, NAMESPACE, len(keys), computed)
 
+    def save_point(self, keys: list[bytes], blocks: int) -> TransferGraph | None:
+        """Save the first blocks of a chain, and the resume point behind them."""
+        planned = self.manager.plan_save(keys, NAMESPACE, blocks, point=True)
+        if planned is None:
+            return None
+        return self.manager.launch(planned, self.computed(planned.keys, *planned.blocks))
+
     def fetch(self, keys: list[bytes], on_end: Callable[[], object]) -> int | None:
         hit = self.manager.get_match(keys, NAMESPACE)
         planned = self.manager.plan_fetch(hit)
@@ -221,6 +231,16 @@ class ManagerRig:
             return None
         tables = self.units(hit.depth - start)
         return load_blocks(self.manager, hit, start, hit.depth, tables, layers=layer_steps(4))
+
+    def load_point(
+        self, keys: list[bytes], start: int = 0, limit: int | None = None
+    ) -> TransferGraph | None:
+        """Load what a prompt can go on from, behind ``start`` blocks that the engine has."""
+        hit = self.manager.get_match(keys, NAMESPACE, limit)
+        ready = self.manager.can_load(hit, start, hit.depth) is Readiness.READY
+        if hit.blocks <= start or not ready:
+            return None
+        return load_blocks(self.manager, hit, start, hit.depth, self.units(hit.depth - start))
 
     def drain(self, seed: int = 0) -> None:
         self.media.drain(self.manager, random.Random(seed))

@@ -16,7 +16,13 @@ import torch
 from vllm.config.lora import LoRAConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvcore.errors import UnsupportedError
 from kvcore.harness.models import tiny_model, tiny_vision_model
@@ -54,6 +60,21 @@ EIGHT_BIT = spec(dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
 
 def identity(made: Any, *specs: Any) -> ModelIdentity:
     return model_identity(made, list(specs or [spec()]))
+
+
+def states(**given: Any) -> MambaSpec:
+    plain: dict[str, Any] = {
+        "block_size": 64,
+        "shapes": ((3, 64), (4, 8, 16)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**plain | given)
+
+
+def hybrid(*specs: MambaSpec) -> ModelIdentity:
+    """Return the identity of a model with attention and with these states."""
+    return model_identity(config(), [spec()], specs)
 
 
 def edited(tmp_path: Path) -> Path:
@@ -100,6 +121,13 @@ def other() -> str:
 def drafted(change: Callable[[Any], None] = lambda made: None) -> ModelIdentity:
     """Return the identity of the model beside itself as a draft model."""
     return identity(having(change, config(speculative_config=DRAFT)))
+
+
+def of_vllm(version: str, make: Callable[[], ModelIdentity]) -> ModelIdentity:
+    """Return what ``make`` makes in that version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.__version__", version)
+        return make()
 
 
 CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
@@ -216,6 +244,18 @@ CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
             identity(having(_set("lora_config.lora_dtype", torch.float16), copy.deepcopy(LORA))),
         ),
     ],
+    "states": [
+        lambda: (identity(config()), hybrid(states())),
+        lambda: (hybrid(states()), hybrid(states(), states())),
+        lambda: (hybrid(states()), hybrid(states(shapes=((3, 64), (2, 8, 16))))),
+        lambda: (hybrid(states()), hybrid(states(shapes=((4, 8, 16), (3, 64))))),
+        lambda: (hybrid(states()), hybrid(states(dtypes=(torch.bfloat16, torch.bfloat16)))),
+        lambda: (
+            hybrid(states()),
+            hybrid(states(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)),
+        ),
+        lambda: (hybrid(states()), of_vllm("0.31.7", lambda: hybrid(states()))),
+    ],
     "own": [
         lambda: (identity(config()), identity(having(_set("additional_config", {"x": 1})))),
     ],
@@ -236,6 +276,20 @@ def test_every_ingredient_is_changed_by_a_test() -> None:
     told = {each.name for each in ingredients(ModelIdentity)}
     assert told == {*CHANGES, "weights"}
     assert {each.name for each in fields(ModelIdentity)} == told | {"alone"}
+
+
+def test_where_states_are_kept_is_no_ingredient() -> None:
+    """Their pages may be larger, or hold more tokens: the states are the same."""
+    one = hybrid(states())
+    assert hybrid(states(page_size_padded=1 << 20)).fingerprint == one.fingerprint
+    assert hybrid(states(block_size=128)).fingerprint == one.fingerprint
+
+
+def test_a_model_without_states_is_stored_as_before() -> None:
+    """On every version of vLLM."""
+    plain = identity(config())
+    assert plain.states is None
+    assert of_vllm("0.31.7", lambda: identity(config())).fingerprint == plain.fingerprint
 
 
 def test_an_edited_tensor_is_other_weights(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcore.connector.page_table import (
+    PageTables,
     PageUsers,
     Paging,
+    PointPages,
     has_gap,
     of_its_group,
     of_one_pool,
@@ -156,6 +158,91 @@ def test_blocks_with_a_gap_are_not_whole(pages: Any, whole: int) -> None:
     for stop in range(1, 5):
         expected = paging().units(pages, 0, stop) if stop <= whole else None
         assert paging().whole_units(pages, 0, stop) == expected
+
+
+# --- with states ------------------------------------------------------------------------------
+
+STATEFUL = (
+    LayerGroup(0, 16, (0, 2)),
+    LayerGroup(1, 64, (), states=True),
+    LayerGroup(2, 32, (1,)),
+    LayerGroup(3, 16, (), states=True),
+)
+
+
+def stateful(kv: PageTables, states: list[int] | None = None) -> PageTables:
+    """The tables of all groups. An engine drops pages of states early: those have gaps."""
+    gone = [-1, -1, -1] if states is None else states
+    return (kv[0], gone, kv[1], gone)
+
+
+def with_states(place: Any = of_its_group) -> Paging:
+    return Paging(STATEFUL, 16, no_page=-1, place=place)
+
+
+@given(
+    span=st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted),
+    begin=st.sampled_from([0, 16, 32, 40]),
+    rows=st.integers(1, 4),
+    pages=st.tuples(st.integers(0, 30), st.integers(0, 30)),
+)
+def test_rows_of_a_point_follow_the_blocks(
+    span: list[int], begin: int, rows: int, pages: tuple[int, int]
+) -> None:
+    """A block has no page of states, and a row of a point no unit of KV."""
+    start, stop = span
+    point = PointPages(rows, {1: pages[0], 3: pages[1]})
+    found = with_states().units(stateful(PAGES), start, stop, begin, point)
+    plain = paging().units(PAGES, start, stop, begin)
+    blocks = stop - start
+    for group, table in zip(STATEFUL, found, strict=True):
+        array = table.array()
+        assert len(array) == blocks + rows
+        if group.states:
+            assert table.unit_tokens == group.page_tokens, "a unit is a page"
+            own = [[SKIP]] * blocks + [[point.pages[group.index]]] * rows
+            assert array.tolist() == own
+        else:
+            alone = plain[group.index // 2]
+            assert (array[:blocks] == alone.array()).all()
+            assert (array[blocks:] == SKIP).all()
+            assert table.unit_tokens == alone.unit_tokens
+    kv_pages = {of_its_group(2 * (number >> 40), number % (1 << 40))
+                for number in paging().pages_of(plain)}  # fmt: skip
+    states = {of_its_group(1, pages[0]), of_its_group(3, pages[1])}
+    assert with_states().pages_of(found) == sorted(kv_pages | states)
+
+
+def test_pages_of_states_are_of_the_one_pool_too() -> None:
+    """Else a step could write to a state that is still being saved."""
+    point = PointPages(2, {1: 20, 3: 21})
+    paging = with_states(of_one_pool)
+    assert paging.pages_of(paging.units(stateful(PAGES), 0, 1, 0, point)) == [4, 8, 20, 21]
+
+
+def test_without_a_point_no_page_of_states_is_used() -> None:
+    found = with_states().units(stateful(PAGES, [1, 2, 3]), 0, 3)
+    assert [table.array().shape[0] for table in found] == [3] * 4
+    assert (found[1].array() == SKIP).all()
+    assert (found[3].array() == SKIP).all()
+    assert [found[0], found[2]] == paging().units(PAGES, 0, 3)
+
+
+def test_dropped_states_of_blocks_are_no_gap_but_dropped_kv_is() -> None:
+    point = PointPages(2, {1: 20, 3: 21})
+    for given_point in (None, point):
+        whole = with_states().whole_units(stateful(PAGES), 0, 4, given_point)
+        assert whole == with_states().units(stateful(PAGES), 0, 4, point=given_point)
+        assert whole is not None
+        for kv in (([4, -1, 6, 7], [8, 9]), ([4, 5, 6, 7], [8, -1]), ([4], [8, 9])):
+            assert with_states().whole_units(stateful(kv), 0, 4, given_point) is None
+
+
+def test_rows_behind_no_block_are_whole() -> None:
+    """All blocks are held already, and only the rest of a point is saved."""
+    found = with_states().whole_units(stateful(([-1], [])), 4, 4, PointPages(1, {1: 20, 3: 21}))
+    assert found is not None
+    assert [table.array().tolist() for table in found] == [[[SKIP]], [[20]], [[SKIP]], [[21]]]
 
 
 # --- users of pages ---------------------------------------------------------------------------

@@ -255,3 +255,13 @@ def test_leaving_blocks_count_until_they_have_left() -> None:
     index.check_integrity()
     index.evictions.finish(eviction)
     assert len(store(index, (0, 2))) == 1
+
+
+def test_a_namespace_has_at_most_the_slots_or_its_quota() -> None:
+    index = BlockIndex([TierSpec("t", 9)])
+    assert index.most("t", SPACES[0]) == 9
+    index.admin.set_quota("t", "ann", [SPACES[0]], 4)
+    store(index, (0, 1))
+    assert [index.most("t", space) for space in SPACES[:2]] == [4, 9]
+    index.admin.set_quota("t", "others", [], 20)
+    assert [index.most("t", space) for space in SPACES[:2]] == [4, 9]

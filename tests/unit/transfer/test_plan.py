@@ -144,6 +144,45 @@ def test_a_save_writes_a_row_to_disk_only_after_it_left_the_device(
     assert [r for op in writes for r in range(*op.rows)] == list(range(held, rows))
 
 
+@given(
+    rows=st.integers(1, 12), held=st.integers(0, 12), point=st.none() | st.integers(-5, 11),
+    batch=st.integers(1, 5),
+)  # fmt: skip
+def test_plans_tell_where_a_resume_point_begins(
+    rows: int, held: int, point: int | None, batch: int
+) -> None:
+    """In loads and saves, with tiers and without, and on the wire."""
+    if point is not None and point >= rows:
+        point = rows - 1
+    below = Span(min(held, rows - 1), rows)
+    slots = range(below.size)
+    sink = TierRows("disk", Path.H2DISK, below, slots)
+    source = TierRows("disk", Path.DISK2H, below, slots)
+    graphs = [
+        build_save(1, chain(rows), range(rows), None, batch_rows=batch, point=point),
+        build_save(2, chain(rows), range(rows), sink, batch_rows=batch, point=point),
+        build_load(3, chain(rows), range(rows), [], batch_rows=batch, point=point),
+        build_load(4, chain(rows), range(rows), [source], batch_rows=batch, point=point),
+    ]
+    for graph in graphs:
+        assert graph.point == point
+        bound = graph.bind(units(rows))
+        assert decode_graph(encode(bound)) == bound
+        assert bound.point == point
+
+
+def test_a_plan_without_a_word_about_a_point_has_none() -> None:
+    assert build_save(1, chain(2), range(2), None, batch_rows=2).point is None
+    assert build_load(1, chain(2), range(2), [], batch_rows=2).point is None
+
+
+def test_a_load_of_a_point_layer_by_layer_is_refused() -> None:
+    """A row of a point has bytes of any layer, and no layer of its own."""
+    graph = build_load(1, chain(3), range(3), [], batch_rows=2, layers=layer_steps(4), point=2)
+    with pytest.raises(TransferError, match="of a resume point"):
+        graph.bind(units(3))
+
+
 def test_a_spill_touches_no_device() -> None:
     graph = build_spill(
         1, chain(5), range(5), TierRows("disk", Path.H2DISK, Span(2, 5), [7, 8, 9]), batch_rows=2
@@ -244,6 +283,12 @@ def bad(**changes: object) -> TransferGraph:
         (
             {"ops": (TransferOp(0, Path.D2D, Span(0, 2), Span(0, 1)),), "staged": (0, 1)},
             "moves all layers",
+        ),
+        ({"point": 2}, "a resume point from row 2 on of 2"),
+        ({"point": 7}, "a resume point from row 7 on of 2"),
+        (
+            {"ops": (TransferOp(0, Path.H2D, Span(0, 1), layers=Span(0, 1)),), "point": 1},
+            "layers .* of a resume point",
         ),
     ],
 )

@@ -1,0 +1,263 @@
+"""Resume points: where the bytes of states lie in rows, how rows are named, and what fits."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvcore.errors import LayoutError
+from kvcore.model.keys import KEY_BYTES
+from kvcore.model.points import (
+    PointShape,
+    StateGroup,
+    is_point_row,
+    last_point_key,
+    point_keys,
+    without_rows,
+)
+from kvcore.model.shape import BlockShape
+from kvcore.model.spec import LayerGroup, ModelDescription
+
+keys_ = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+KINDS = ["block", "half", "other half", "first", "next"]
+WRAPS = (((1 << 128) - 2) ^ int.from_bytes(b"kvcore-point-row", "big")).to_bytes(KEY_BYTES, "big")
+"""A block whose second row has the largest number there is."""
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> PointShape:
+    sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 50)), min_size=1, max_size=4))
+    states = tuple(
+        StateGroup(group, tuple(f"{group}.{layer}" for layer in range(layers)), nbytes)
+        for group, (layers, nbytes) in enumerate(sizes)
+    )
+    return PointShape(states, draw(st.integers(1, 60)), draw(st.integers(1, 5)))
+
+
+# --- where bytes are --------------------------------------------------------------------------
+
+
+@given(shapes())
+def test_the_pieces_are_every_byte_of_every_state_once_and_in_order(point: PointShape) -> None:
+    """One byte at a time: they are one run over all rows, layer after layer."""
+    expected = [
+        (state.group, layer, byte)
+        for state in point.states
+        for layer in range(len(state.names))
+        for byte in range(state.nbytes)
+    ]
+    pieces = list(point.pieces())
+    found = [
+        (piece.group, piece.layer, piece.offset + byte)
+        for piece in pieces
+        for byte in range(piece.nbytes)
+    ]
+    places = [
+        piece.row * point.row_nbytes + piece.at + byte
+        for piece in pieces
+        for byte in range(piece.nbytes)
+    ]
+    assert found == expected
+    assert places == list(range(point.nbytes))
+
+
+@given(shapes())
+def test_a_piece_lies_in_one_row_and_is_as_long_as_it_can_be(point: PointShape) -> None:
+    pieces = list(point.pieces())
+    assert all(piece.nbytes > 0 for piece in pieces)
+    assert all(0 <= piece.at < piece.at + piece.nbytes <= point.row_nbytes for piece in pieces)
+    for one, other in pairwise(pieces):
+        if (one.group, one.layer) == (other.group, other.layer):
+            assert (other.row, other.at) == (one.row + 1, 0), "a cut that no row asks for"
+
+
+@given(shapes())
+def test_rows_are_as_many_as_the_states_need(point: PointShape) -> None:
+    assert point.nbytes == sum(piece.nbytes for piece in point.pieces())
+    assert {piece.row for piece in point.pieces()} == set(range(point.rows))
+    assert point.rows * point.row_nbytes >= point.nbytes > (point.rows - 1) * point.row_nbytes
+
+
+def test_two_groups_by_hand() -> None:
+    point = PointShape((StateGroup(2, ("a", "b"), 5), StateGroup(0, ("c",), 3)), 8, every=1)
+    assert (point.nbytes, point.rows) == (13, 2)
+    assert list(point.pieces()) == [
+        (0, 2, 0, 0, 0, 5),
+        (0, 2, 1, 0, 5, 3),
+        (1, 2, 1, 3, 0, 2),
+        (1, 0, 0, 0, 2, 3),
+    ]
+
+
+@given(shapes(), st.integers(0, 40))
+def test_a_boundary_is_the_last_one_that_is_not_behind(point: PointShape, blocks: int) -> None:
+    possible = range(0, blocks + 1, point.every)
+    assert point.boundary(blocks) == max(possible)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"states": ()},
+        {"states": (StateGroup(0, (), 4),)},
+        {"states": (StateGroup(0, ("a",), 0),)},
+        {"states": (StateGroup(0, ("a",), 4), StateGroup(1, ("b",), -1))},
+        {"row_nbytes": 0},
+        {"every": 0},
+    ],
+    ids=str,
+)
+def test_what_is_no_point_is_refused(wrong: dict[str, Any]) -> None:
+    good = PointShape((StateGroup(0, ("a",), 4),), 8, 1)
+    with pytest.raises(LayoutError, match="not the shape of a resume point"):
+        replace(good, **wrong)
+
+
+# --- how rows are named -----------------------------------------------------------------------
+
+
+@given(keys_, st.integers(1, 9))
+@example(bytes(KEY_BYTES), 3)
+@example(b"\xff" * KEY_BYTES, 3)
+@example(WRAPS, 3)
+def test_rows_have_keys_of_their_own_each_after_the_one_before(block: bytes, rows: int) -> None:
+    keys = point_keys(block, rows)
+    chain = (block, *keys)
+    assert len(set(chain)) == rows + 1
+    assert {len(key) for key in chain} == {KEY_BYTES}
+    assert all(is_point_row(key, parent) for parent, key in pairwise(chain))
+    assert last_point_key(block, rows) == keys[-1]
+    assert point_keys(block, rows + 1)[:rows] == keys, "a longer point begins with the same rows"
+
+
+def test_the_keys_go_on_at_zero_behind_the_largest() -> None:
+    assert point_keys(WRAPS, 4) == (
+        b"\xff" * 15 + b"\xfe", b"\xff" * 16, bytes(16), bytes(15) + b"\x01",
+    )  # fmt: skip
+    assert last_point_key(WRAPS, 3) == bytes(16)
+    assert is_point_row(bytes(16), b"\xff" * 16)
+
+
+def test_known_answer() -> None:
+    """If this fails, no point that was stored so far is found again: say so in the changelog."""
+    first, second = point_keys(bytes(range(16)), 2)
+    assert first.hex() == "6b77616c76602b776760647f217f6178"
+    assert second.hex() == "6b77616c76602b776760647f217f6179"
+
+
+@given(st.lists(st.binary(max_size=4), min_size=2, max_size=6, unique=True), st.integers(1, 9))
+def test_blocks_and_rows_of_other_blocks_are_not_taken_for_rows(
+    names: list[bytes], rows: int
+) -> None:
+    """Keys of blocks are digests, and so as far apart as random numbers."""
+    blocks = [hashlib.sha256(name).digest()[:KEY_BYTES] for name in names]
+    points = [point_keys(block, rows) for block in blocks]
+    every = [*blocks, *(key for point in points for key in point)]
+    assert len(set(every)) == len(every)
+    for block, point in zip(blocks, points, strict=True):
+        others = [key for key in every if key not in (block, *point)]
+        assert not any(is_point_row(key, parent) for key in others for parent in (block, *point))
+
+
+@given(st.lists(st.tuples(keys_, st.sampled_from(KINDS)), max_size=8))
+@example([(b"\xff" * 16, "next"), (b"\x01" + b"\xff" * 15, "next"), (bytes(16), "block")])
+def test_rows_are_left_out_of_many_keys_as_one_by_one(made: list[tuple[bytes, str]]) -> None:
+    pairs = []
+    for parent, kind in made:
+        row, far = point_keys(parent, 1)[0], hashlib.sha256(parent).digest()[:KEY_BYTES]
+        after = (int.from_bytes(parent, "big") + 1) % (1 << 128)
+        key = {
+            "block": far,
+            "half": row[:8] + far[8:],
+            "other half": far[:8] + row[8:],
+            "first": row,
+            "next": after.to_bytes(KEY_BYTES, "big"),
+        }[kind]
+        assert is_point_row(key, parent) == (kind in ("first", "next"))
+        pairs.append((key, parent))
+    kept = [pair for pair in pairs if not is_point_row(*pair)]
+    packed = (b"".join(key for key, _ in pairs), b"".join(parent for _, parent in pairs))
+    expected = (b"".join(key for key, _ in kept), b"".join(parent for _, parent in kept))
+    assert without_rows(*packed) == expected
+
+
+@given(st.lists(keys_, min_size=1, max_size=6), shapes(), st.data())
+def test_a_chain_is_the_blocks_and_the_rows_behind_the_last(
+    keys: list[bytes], point: PointShape, data: st.DataObject
+) -> None:
+    blocks = data.draw(st.integers(1, len(keys)))
+    chain = point.chain(keys, blocks)
+    assert list(chain[:blocks]) == keys[:blocks]
+    assert chain[blocks:] == point_keys(keys[blocks - 1], point.rows)
+
+
+# --- what fits a model ------------------------------------------------------------------------
+
+SHAPE = BlockShape(layers=2, kv_heads=4, head_dim=8, block_tokens=16, dtype="int8")
+KV = LayerGroup(0, 16, (0, 1), ("a", "b"))
+STATES = LayerGroup(1, 32, (), states=True)
+
+
+def point_of(*groups: int, row_nbytes: int = SHAPE.nbytes) -> PointShape:
+    states = tuple(StateGroup(group, (f"s{group}",), 100) for group in groups)
+    return PointShape(states, row_nbytes, 2)
+
+
+def model(point: PointShape | None, ranks: int = 1, **options: Any) -> ModelDescription:
+    groups = options.pop("groups", (KV, STATES))
+    return ModelDescription(SHAPE, groups, b"model", ranks, point=point, **options)
+
+
+def test_a_point_whose_rows_are_blocks_of_a_rank_fits() -> None:
+    assert model(point_of(1)).rank_groups(0) == (KV, STATES)
+    half = SHAPE.nbytes // 2
+    assert model(point_of(1, row_nbytes=half), ranks=2).rank_shape(1).nbytes == half
+    three = (STATES, KV, replace(STATES, index=2))
+    assert model(point_of(0, 2), groups=three).point == point_of(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "row_nbytes", "stages"),
+    [
+        (1, SHAPE.nbytes - 1, ()),
+        (2, SHAPE.nbytes, ()),  # a rank's block is half of it
+        (3, SHAPE.nbytes // 4, ()),  # ranks with one head and with two
+        (1, SHAPE.nbytes + 4096, ()),
+    ],
+)
+def test_rows_that_are_not_of_the_size_of_a_block_of_every_rank_are_refused(
+    ranks: int, row_nbytes: int, stages: Any
+) -> None:
+    with pytest.raises(LayoutError, match="equal parts of a block"):
+        model(point_of(1, row_nbytes=row_nbytes), ranks, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("groups", "named"),
+    [
+        ((KV, STATES), (0,)),  # of layers with KV
+        ((KV, STATES), (0, 1)),
+        ((KV, STATES), (2,)),  # of no group
+        ((KV, STATES, replace(STATES, index=2)), (1,)),  # one is missing
+        ((KV,), (1,)),
+    ],
+)
+def test_a_point_names_the_groups_of_states_and_no_others(
+    groups: tuple[LayerGroup, ...], named: tuple[int, ...]
+) -> None:
+    with pytest.raises(LayoutError, match="resume points of groups"):
+        model(point_of(*named), groups=groups)
+
+
+def test_unequal_stages_are_refused() -> None:
+    with pytest.raises(LayoutError, match="equal parts of a block"):
+        ModelDescription(
+            SHAPE.with_layers(3), (replace(KV, layers=(0, 1, 2), names=()), STATES), b"model", 2,
+            stages=((0, 1), (1, 3)), point=point_of(1, row_nbytes=SHAPE.nbytes // 2),
+        )  # fmt: skip
