@@ -247,8 +247,8 @@ class RequestLog:
         ]
         first = repr(list(tokens[:block_tokens])).encode()
         seen = hashlib.blake2b(first, digest_size=16).digest()
-        if hit.blocks < hit.held.depth:
-            record.misses.append(Miss(Cause.NO_POINT, held=hit.held.depth * block_tokens))
+        if hit.blocks < hit.reached:
+            record.misses.append(Miss(Cause.NO_POINT, held=hit.reached * block_tokens))
         elif (miss := self._missing(hit.held, seen, namespace)) is not None:
             record.misses.append(miss)
         if hit.keys:

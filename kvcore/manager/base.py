@@ -180,6 +180,11 @@ class Hit:
         return self.depth - self.point
 
     @property
+    def reached(self) -> int:
+        """The number of leading blocks of the prompt that are held, with or without a point."""
+        return self.held.depth
+
+    @property
     def held(self) -> Hit:
         """The leading blocks of the prompt that are held, whether the model can go on or not."""
         return self if self.beside is None else self.beside

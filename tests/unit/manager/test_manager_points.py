@@ -68,7 +68,8 @@ def test_a_point_behind_the_limit_is_not_found(limit: int | None, blocks: int) -
     saved(rig, keys, 2, 5)
     hit = found(rig, keys, limit)
     point = ROWS if blocks else 0
-    assert depths(hit) == Depths(blocks, blocks + point, point, reached=5)
+    reached = 5 if limit is None else min(5, limit)
+    assert depths(hit) == Depths(blocks, blocks + point, point, reached)
 
 
 def test_blocks_without_a_point_are_reached_but_nothing_is_found() -> None:
@@ -101,7 +102,7 @@ def test_a_model_without_points_does_not_look_at_the_limit() -> None:
     rig, keys = ManagerRig(), chain(1, 2, 3)
     rig.save(keys)
     rig.drain()
-    assert depths(found(rig, keys, 1)) == Depths(3, 3, 0, 0)
+    assert depths(found(rig, keys, 1)) == Depths(3, 3, 0, reached=3)
 
 
 def test_a_point_is_not_found_before_its_last_row_is_there() -> None:

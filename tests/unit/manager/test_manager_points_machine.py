@@ -109,7 +109,7 @@ class PointsMachine(RuleBasedStateMachine):
         keys = chain(*names)
         hit = self.rig.manager.get_match(keys, NAMESPACE, limit)
         blocks = self.twin.longest(keys, limit)
-        assert (hit.blocks, hit.reached) == (blocks, self.twin.reached(keys))
+        assert (hit.blocks, hit.reached) == (blocks, self.twin.reached(keys[:limit]))
         assert hit.point == (self.rows if blocks else 0)
         self.check_sources(hit, keys)
 

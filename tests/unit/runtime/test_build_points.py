@@ -193,25 +193,10 @@ def found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("found_elsewhere")
 @pytest.mark.parametrize("model", [PLAIN, MODEL], ids=["plain", "points"])
-def test_stores_are_not_asked_for_blocks_without_points(
-    disk: Config, model: ModelDescription, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stores_are_asked_for_the_points_of_a_model(disk: Config, model: ModelDescription) -> None:
     parts = build_leader(disk, model, Outbox())
     assert isinstance(parts.manager, KVManager)
-    asked = model is PLAIN
-    assert set(parts.manager.tiers.lookups) == ({"disk"} if asked else set())
-    assert ("only what this engine wrote" in caplog.text) is not asked
-    [backing] = parts.backings
-    assert (backing.backing.finder is None) is not asked
-    for release in parts.releases:
-        release()
-
-
-def test_a_tier_without_other_writers_is_not_warned_of(
-    disk: Config, caplog: pytest.LogCaptureFixture
-) -> None:
-    parts = build_leader(disk, MODEL, Outbox())
-    assert "only what this engine wrote" not in caplog.text
+    assert parts.manager.tiers.lookups["disk"]._points is model.point
     for release in parts.releases:
         release()
 
