@@ -173,6 +173,12 @@ class PointsMachine(RuleBasedStateMachine):
         self.rig.manager.maintain()
 
     @rule()
+    def silence(self) -> None:
+        """The disk fails, and is not read for a while."""
+        for _ in range(3):
+            self.rig.manager.tiers.breakers.reads["disk"].failed()
+
+    @rule()
     def clear(self) -> None:
         self.rig.manager.clear()
 
@@ -190,7 +196,8 @@ class PointsMachine(RuleBasedStateMachine):
         assert len(rig.manager.flights.staging) == 3, "a staging slot leaked"
         for size in range(1, 7):
             for number in range(2**size):
-                self.look_up([number >> bit & 1 for bit in range(size)], None)
+                for limit in (None, size - 1, 1):
+                    self.look_up([number >> bit & 1 for bit in range(size)], limit)
         rig.manager.clear()
         rig.manager.check_integrity()
         assert rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"
