@@ -113,6 +113,12 @@ class PointsMachine(RuleBasedStateMachine):
         assert hit.point == (self.rows if blocks else 0)
         self.check_sources(hit, keys)
 
+    def look_everything_up(self) -> None:
+        for size in range(1, 7):
+            for number in range(2**size):
+                for limit in (None, size - 1, 1):
+                    self.look_up([number >> bit & 1 for bit in range(size)], limit)
+
     def check_sources(self, hit: Hit, keys: list[bytes]) -> None:
         """Each source holds what it is said to, and they are adjacent."""
         if not hit.sources:
@@ -173,6 +179,12 @@ class PointsMachine(RuleBasedStateMachine):
         self.rig.manager.maintain()
 
     @rule()
+    def silence(self) -> None:
+        """The disk fails, and is not read for a while."""
+        for _ in range(3):
+            self.rig.manager.tiers.breakers.reads["disk"].failed()
+
+    @rule()
     def clear(self) -> None:
         self.rig.manager.clear()
 
@@ -188,9 +200,9 @@ class PointsMachine(RuleBasedStateMachine):
         rig.drain(1)
         assert rig.manager.in_flight == 0
         assert len(rig.manager.flights.staging) == 3, "a staging slot leaked"
-        for size in range(1, 7):
-            for number in range(2**size):
-                self.look_up([number >> bit & 1 for bit in range(size)], None)
+        self.look_everything_up()
+        self.silence()
+        self.look_everything_up()
         rig.manager.clear()
         rig.manager.check_integrity()
         assert rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"
