@@ -55,9 +55,10 @@ KINDS = {
     "lfm2-v2": Kind("lfm2", 128, LFM2, V2),
     "lfm2-ranks": Kind("lfm2", 128, {**LFM2, "tensor_parallel_size": 2}),
     "lfm2-tails": Kind("lfm2", 64, {**LFM2, "block_size": 256, "prefix_match_unit": 64}),
-    "lfm2-0.30": Kind("lfm2", 128, LFM2, python="vllm-0.30"),
     "lfm2-0.33": Kind("lfm2", 128, LFM2, python="vllm-0.33"),
     "qwen3_next": Kind("qwen3_next", 384, QWEN),
+    # vLLM 0.30's kernel for CPUs takes no convolutions as wide as LFM2's.
+    "qwen3_next-0.30": Kind("qwen3_next", 384, QWEN, python="vllm-0.30"),
     "qwen3_next-tails": Kind("qwen3_next", 128, {**QWEN, "prefix_match_unit": 128}),
 }
 NIGHTLY = [name for name in KINDS if name != "lfm2"]
@@ -121,14 +122,14 @@ def model_of(kind: Kind) -> Path:
     )  # fmt: skip
 
 
-def started(kind: Kind, folder: Path, **more: Any) -> Any:
+def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more: Any) -> Any:
     """An engine with kvcore. A resume point takes several rows of blocks of eight tokens."""
+    disk = {"disk": {"path": str(folder / "kv"), "capacity": "256MiB"}}
     config = {
         "block": {"tokens": 8},
         "host": {"capacity": "64MiB"},
-        "disk": {"path": str(folder / "kv"), "capacity": "256MiB"},
         "transfer": {"load_deadline_s": 600},
-        "explain": {"path": str(folder / "explain")},
+        **(tier or disk),
     }
     path = os.pathsep.join([str(HERE / "spoiling"), os.environ.get("PYTHONPATH", "")])
     env = {**kind.env, "PYTHONPATH": path, "KVCORE_SPOIL": str(folder / "spoil")}
@@ -269,10 +270,36 @@ def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_preempted_requests_go_on(kind: Kind, tmp_path: Path) -> None:
-    """A device cache that holds two of six conversations."""
+def test_a_store_gives_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> None:
+    """The longest resume point that is there, and equal answers from it."""
+    only_one(kind)
+    options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
+    far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
+    first = prompt(80)
+    longer, shorter = [*first, *prompt(81, 300)], first[: LENGTH // 2]
+    with started(kind, tmp_path, far) as process:
+        writer = Served(process, kind, tmp_path / "spoil")
+        writer.ask([first], "shared")
+        cold = [writer.ask([asked], "cold")[0] for asked in (longer, shorter)]
+        process.settle()
+    with started(kind, tmp_path, far) as process:
+        reader = writer._replace(process=process)
+        warm = reader.ask([longer], "shared")
+        settle_and_empty(process)
+        warm += reader.ask([shorter], "shared")
+        assert_same(reader, warm, cold)
+        assert [answer.tiers for answer in warm] == [{"far": reader.resumed(first)}, {}]
+
+
+def only_one(kind: Kind) -> None:
     if kind.arch != "lfm2" or kind.python or kind.env or kind.args != LFM2:
         pytest.skip("one kind is enough")
+
+
+@pytest.mark.exhaustive
+def test_preempted_requests_go_on(kind: Kind, tmp_path: Path) -> None:
+    """A device cache that holds two of six conversations."""
+    only_one(kind)
     prompts = [prompt(70 + i, 600) for i in range(6)]
     with started(kind, tmp_path) as process:
         cold = answers(process, prompts, max_tokens=200)

@@ -31,7 +31,8 @@ KINDS = {
     "gemma3": {},
     # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
     "lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
-    "qwen3_next": {"dtype": "bfloat16"},
+    # vLLM's CPU build forgets a block size that it chose itself, and then keeps few states.
+    "qwen3_next": {"dtype": "bfloat16", "block_size": 384},
 }
 """Full attention, two kinds of windows, and two kinds of states."""
 ANSWER = 12
@@ -122,8 +123,11 @@ def test_answers_depend_on_what_is_loaded(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("version", ["0.30", "0.33"])
-@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    # vLLM 0.30's kernel for CPUs takes no convolutions as wide as LFM2's.
+    [("0.30", "llama"), ("0.30", "qwen3_next"), ("0.33", "llama"), ("0.33", "lfm2")],
+)
 def test_other_versions(version: str, kind: str, tmp_path: Path) -> None:
     python = ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
     if not python.exists():
