@@ -50,6 +50,7 @@ def open_events(
         nats_stream=events.nats_stream,
         block_tokens=config.block.tokens,
         token_ids=events.token_ids,
+        format=events.format,
         rank=rank,
         pacing=Pacing(
             interval_s=events.interval_s,
