@@ -56,8 +56,11 @@ class EventsConfig(SchemaModel):
         "or a network policy admits only routers. Whoever else connects can read which blocks are "
         "held, and with `token_ids` users' text.",
     )
-    topic: Name = Field(
-        default="kvcore", description="Topic of this engine's events. Give each engine its own."
+    topic: Name | None = Field(
+        default=None,
+        description="Topic of this engine's events. Give each engine its own. Unset: `kvcore`; "
+        "with the format `vllm` none over ZMQ, as vLLM's events have none. vLLM's router hears no "
+        "others.",
     )
     format: Literal["kvcore", "vllm"] = Field(
         default="kvcore",
@@ -105,6 +108,11 @@ class EventsConfig(SchemaModel):
         default=5.0,
         description="Seconds without events after which an empty batch is sent.",
     )
+
+    @property
+    def sent_topic(self) -> str:
+        """The topic that is sent; empty for none."""
+        return self.topic or ("" if self.format == "vllm" else "kvcore")
 
     @model_validator(mode="after")
     def _routers_get_tokens(self) -> EventsConfig:

@@ -44,7 +44,7 @@ def open_events(
     plan = PublisherPlan(
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
-        topic=events.topic,
+        topic=events.sent_topic,
         keys=None if events.keys is None else str(events.keys),
         nats=events.nats,
         nats_stream=events.nats_stream,
@@ -97,7 +97,7 @@ def check_events(config: Config) -> None:
 def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:
     """Return where events can be had, in the form that goes into a cluster directory."""
     events = config.events
-    found = {"topic": events.topic} if events.endpoint or events.nats else {}
+    found = {"topic": events.sent_topic} if events.endpoint or events.nats else {}
     if events.endpoint:
         found["events"] = rank_endpoint(events.endpoint, rank).removeprefix("@")
     if events.endpoint and events.replay_endpoint:

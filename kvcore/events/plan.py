@@ -100,7 +100,8 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
         from kvcore.events.nats_bus import NatsOutlet
 
         assert self.nats is not None
-        topic = f"{self.topic}-dp{self.rank}" if self.rank else self.topic
+        topic = self.topic or "kvcore"  # a subject needs a name
+        topic = f"{topic}-dp{self.rank}" if self.rank else topic
         return NatsOutlet(self.nats, self.nats_stream, topic)
 
 

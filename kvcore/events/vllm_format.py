@@ -9,7 +9,8 @@
     `snapshot` asks for everything             so does a number that is no longer kept
 
 Dynamo's router drops a whole batch that has bytes for hashes or no rank, takes no notice of events
-with an owner, and waits for ever for an answer's empty payload.
+with an owner, and waits for ever for an answer's empty payload. vLLM's router takes an owner for a
+pool that is far away, and hears only messages without a topic.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from kvcore.config import load_config
 from kvcore.errors import ConfigError
 from kvcore.events import Feed, Pacing, Publisher
 from kvcore.events.feed import Content
-from kvcore.events.open import open_events
+from kvcore.events.open import endpoints, open_events
 from kvcore.events.vllm_format import hash_of
 from kvcore.events.wire import END, number_bytes
 from kvcore.index import BlockIndex, Event, TierSpec
@@ -198,6 +198,36 @@ def test_the_setting_reaches_the_bus_and_an_answer_ends_with_an_empty_payload(
 
     until(answered, "the block is not told")
     assert router.held == {("CPU", hash_of(BIG)): [*range(16)]}
+    made.close()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, "kvcore"),
+        ({"topic": "engine-3"}, "engine-3"),
+        ({"format": "vllm", "token_ids": True}, ""),
+        ({"format": "vllm", "token_ids": True, "topic": "kv@pod"}, "kv@pod"),
+    ],
+)
+def test_no_topic_unless_one_is_set(tmp_path: Path, given: dict[str, Any], sent: str) -> None:
+    """vLLM's router asks for messages without a topic, and hears only those."""
+    zmq = pytest.importorskip("zmq")
+    ends = {"endpoint": f"ipc://{tmp_path}/pub", "replay_endpoint": f"ipc://{tmp_path}/ask"}
+    config = load_config(None, {"events": {**ends, "publisher": "thread", **given}}, {})
+    made = open_events(config, BlockIndex([TierSpec("host", 8)]), Metrics())
+    assert made is not None
+    made.feed.note(stored(1))
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(ends["replay_endpoint"])
+    dealer.send_multipart([b"", number_bytes(0)])
+    assert dealer.poll(60_000)
+    _, topic, number, _ = dealer.recv_multipart()
+    assert number != END
+    assert topic.decode() == sent
+    assert endpoints(config)["topic"] == sent
     made.close()
     context.destroy(linger=0)
 
