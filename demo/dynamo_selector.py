@@ -46,7 +46,7 @@ def _worker(worker_id: int, endpoint: str, events: str, replay: str, block: int)
 
 async def main() -> None:
     """Answer lines until there are no more."""
-    from dynamo.llm import SelectionService
+    from dynamo.llm import SelectionService  # type: ignore[import-not-found]
 
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # Dynamo logs to the standard output

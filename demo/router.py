@@ -130,7 +130,7 @@ class Engine:
         listen = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", MODEL]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, "-c", str(config), "--", *listen, *options],
+                [*command, "-c", str(config), "--", *listen, *options.split()],
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -191,21 +191,16 @@ prefetch = "wait"
 """
 
 
-_CPU_SGLANG = (
-    "--device cpu --attention-backend torch_native --sampling-backend pytorch "
-    "--grammar-backend none --disable-cuda-graph --max-total-tokens 16384 --skip-server-warmup"
-)
-_OPTIONS: Mapping[str, tuple[list[str], dict[str, str]]] = {
+_OPTIONS: Mapping[str, tuple[str, dict[str, str]]] = {
+    # vLLM's router has an engine turn text into tokens, which --enable-scale-out allows.
     "vllm": (
-        # vLLM's router has an engine turn text into tokens, which --enable-scale-out allows.
-        [
-            *["--dtype", "float32", "--max-model-len", str(LONGEST), "--enforce-eager"],
-            "--enable-scale-out",
-        ],
+        f"--dtype float32 --max-model-len {LONGEST} --enforce-eager --enable-scale-out",
         {"VLLM_CPU_KVCACHE_SPACE": "1"},
     ),
     "sglang": (
-        ["--dtype", "float32", "--context-length", str(LONGEST), *_CPU_SGLANG.split()],
+        f"--dtype float32 --context-length {LONGEST} --max-total-tokens {8 * LONGEST} "
+        "--device cpu --attention-backend torch_native --sampling-backend pytorch "
+        "--grammar-backend none --disable-cuda-graph --skip-server-warmup",
         {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
     ),
 }
@@ -277,14 +272,18 @@ class HttpRouter:
             time.sleep(0.2)
 
     def add(self, addresses: Sequence[str]) -> None:
-        """Add engines by the router's API, with the model's name.
+        """Add engines by the router's API, with the model's name. Closes the router if that fails.
 
         SGLang's router does not ask a vLLM for it, and would have the engine serve another model.
         """
-        for address in addresses:
-            _call(f"{self._address}/workers", {"url": address, "model_id": MODEL})
-        what = f"{self.name} does not take the engines"
-        _wait_for(lambda: self._taken() == len(addresses), what)
+        try:
+            for address in addresses:
+                _call(f"{self._address}/workers", {"url": address, "model_id": MODEL})
+            what = f"{self.name} does not take the engines"
+            _wait_for(lambda: self._taken() == len(addresses), what)
+        except BaseException:
+            self.close()
+            raise
 
     def _taken(self) -> int:
         with urllib.request.urlopen(f"{self._address}/workers", timeout=WAIT_S) as answer:
