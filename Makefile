@@ -2,6 +2,7 @@
 # already, that takes no time.
 #   make demo [ENGINE=sglang] [MODEL=folder-or-name] [DEMO="--users 5 --turns 3"] [RAG="--chunks 8"]
 #   make demo-cluster [MODEL=folder-or-name] [CLUSTER="--documents 3 --tokens 2048 --store redis"]
+#   make demo-router [ROUTER="--kill sglang"]
 #   make test [PYTEST="-k restart"]
 #   make gpu [GPU_PARTS=kernels,worker] [GPU_PYTHON=python3]
 
@@ -22,19 +23,20 @@ SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 TWO_LANES := $(MAKE) --no-print-directory -j 2 --output-sync=target
 # The longest first: pip needs one core each.
 ENVIRONMENTS := env env-sglang env-release env-compat
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/docs_hooks.py tools/gpu tools/release.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/env_routers.py tools/docs_hooks.py tools/gpu tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-release env-sglang demo demo-cluster test test-all test-engines test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-engines test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        a real vLLM (ENGINE=sglang: SGLang) with and without kvcore: times, equal answers (minutes)"
 	@echo "make demo-cluster  two hosts, a vLLM on each, Mooncake between them (minutes)"
+	@echo "make demo-router  vLLM and SGLang behind Dynamo's, vLLM's and SGLang's router (minutes)"
 	@echo "make test        the environments, the engines and all tests (about half an hour)"
 	@echo "make test-all    those, and the variants that they leave out (hours; nightly)"
 	@echo "make answers     records anew what engines without kvcore answer, in tests/answers"
@@ -76,6 +78,9 @@ env-sglang:
 env-release:
 	@$(PYTHON) tools/env.py release
 
+env-routers:
+	@$(PYTHON) -m tools.env_routers
+
 demo:
 	@$(PYTHON) tools/env.py $(ENGINE)
 	.venvs/$(ENGINE)/bin/python -m demo --engine $(ENGINE) $(if $(MODEL),--model "$(MODEL)") $(DEMO)
@@ -84,6 +89,9 @@ demo:
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
 
+demo-router: env env-sglang env-routers
+	$(RUN) -m demo.router $(if $(MODEL),--model "$(MODEL)") $(ROUTER)
+
 # Both cores are busy: what needs one of them runs in two lanes, pytest has a worker on each, and
 # what needs no engine runs beside the engines, whenever they wait.
 CHOSEN = not exhaustive
@@ -91,7 +99,7 @@ CHOSEN = not exhaustive
 ANSWERS = use
 test-all: ANSWERS = verify
 test-all: CHOSEN = exhaustive or not exhaustive
-test-all: MORE = env-vllm-0.31
+test-all: MORE = env-vllm-0.31 env-routers
 test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
 test test-all:
 	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
@@ -186,4 +194,4 @@ clean:
 	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV) .venvs/release .venvs/sglang .venvs/vllm-* .venvs/sglang-*
+	rm -rf $(VENV) .venvs/release .venvs/routers .venvs/sglang .venvs/vllm-* .venvs/sglang-*

@@ -56,8 +56,17 @@ class EventsConfig(SchemaModel):
         "or a network policy admits only routers. Whoever else connects can read which blocks are "
         "held, and with `token_ids` users' text.",
     )
-    topic: Name = Field(
-        default="kvcore", description="Topic of this engine's events. Give each engine its own."
+    topic: Name | None = Field(
+        default=None,
+        description="Topic of this engine's events. Give each engine its own. Unset: `kvcore`; "
+        "with the format `vllm` none over ZMQ, as vLLM's events have none. vLLM's router hears no "
+        "others.",
+    )
+    format: Literal["kvcore", "vllm"] = Field(
+        default="kvcore",
+        description="`kvcore` tells tiers by name and blocks by their 16-byte keys. `vllm` tells "
+        "media and 8-byte numbers, as vLLM does by default: for routers that read nothing else, "
+        "such as Dynamo's. They compute keys of their own, so it needs `token_ids`.",
     )
     token_ids: bool = Field(
         default=False,
@@ -99,6 +108,21 @@ class EventsConfig(SchemaModel):
         default=5.0,
         description="Seconds without events after which an empty batch is sent.",
     )
+
+    @property
+    def sent_topic(self) -> str:
+        """The topic that is sent; empty for none."""
+        return self.topic or ("" if self.format == "vllm" else "kvcore")
+
+    @model_validator(mode="after")
+    def _routers_get_tokens(self) -> EventsConfig:
+        if self.format == "vllm" and not self.token_ids:
+            raise ConfigError(
+                'given events.format = "vllm" without events.token_ids: routers that read this '
+                "format compute their keys from tokens. Set events.token_ids = true if they may "
+                "see the text of users"
+            )
+        return self
 
     @model_validator(mode="after")
     def _strangers_are_kept_out(self) -> EventsConfig:

@@ -55,12 +55,13 @@ def open_events(
     plan = PublisherPlan(
         endpoint=events.endpoint,
         replay_endpoint=events.replay_endpoint,
-        topic=events.topic,
+        topic=events.sent_topic,
         keys=None if events.keys is None else str(events.keys),
         nats=events.nats,
         nats_stream=events.nats_stream,
         block_tokens=config.block.tokens,
         token_ids=events.token_ids,
+        format=events.format,
         rank=rank,
         pacing=Pacing(
             interval_s=events.interval_s,
@@ -107,7 +108,7 @@ def check_events(config: Config) -> None:
 def endpoints(config: Config, rank: int | None = None) -> dict[str, str]:
     """Return where events can be had, in the form that goes into a cluster directory."""
     events = config.events
-    found = {"topic": events.topic} if events.endpoint or events.nats else {}
+    found = {"topic": events.sent_topic} if events.endpoint or events.nats else {}
     if events.endpoint:
         found["events"] = rank_endpoint(events.endpoint, rank).removeprefix("@")
     if events.endpoint and events.replay_endpoint:

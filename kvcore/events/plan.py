@@ -33,8 +33,14 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
     nats_stream: str = "KVCORE"
     block_tokens: int
     token_ids: bool = False
+    format: str = "kvcore"
     rank: int | None = None
     pacing: Pacing = Pacing()
+
+    @property
+    def as_vllm(self) -> bool:
+        """True if everything is sent as vLLM sends it."""
+        return self.format == "vllm"
 
     def outlets(self) -> list[Outlet]:
         """Open the buses.
@@ -59,6 +65,7 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
             pacing=self.pacing,
             rank=self.rank,
             token_ids=self.token_ids,
+            as_vllm=self.as_vllm,
             count=count,
         )
 
@@ -86,13 +93,15 @@ class PublisherPlan(msgspec.Struct, frozen=True, kw_only=True):
             rank_endpoint(replay, self.rank) if replay else None,
             self.topic,
             keys=None if self.keys is None else Path(self.keys),
+            counts=not self.as_vllm,
         )
 
     def _nats_outlet(self) -> Outlet:
         from kvcore.events.nats_bus import NatsOutlet
 
         assert self.nats is not None
-        topic = f"{self.topic}-dp{self.rank}" if self.rank else self.topic
+        topic = self.topic or "kvcore"  # a subject needs a name
+        topic = f"{topic}-dp{self.rank}" if self.rank else topic
         return NatsOutlet(self.nats, self.nats_stream, topic)
 
 

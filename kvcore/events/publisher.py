@@ -17,9 +17,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from kvcore._util.log_limit import LogLimit
@@ -27,6 +28,7 @@ from kvcore._util.threads import GuardedThread
 from kvcore.errors import FormatError
 from kvcore.events.feed import BlockTokens, Content, CountBlocks, Item, Lost, count_nothing
 from kvcore.events.token_cache import TokenCache
+from kvcore.events.vllm_format import as_vllm, of_media
 from kvcore.events.wire import (
     SNAPSHOT,
     AllBlocksCleared,
@@ -109,6 +111,17 @@ class _Snapshot:
         yield from self.messages
 
 
+def _numbered(snapshot: _Snapshot) -> Iterator[Message]:
+    """Yield a snapshot's messages with numbers that count up to the one they are all as of.
+
+    vLLM's consumers pass over a message whose number is not above the last one's. The snapshot is
+    kept as long as the iterator.
+    """
+    first = snapshot.number - len(snapshot.messages) + 1
+    for at, message in enumerate(snapshot.read(), first):
+        yield message._replace(number=at)
+
+
 class Publisher:
     """Publishes everything that it takes to its outlets.
 
@@ -126,19 +139,22 @@ class Publisher:
         pacing: Pacing | None = None,
         rank: int | None = None,
         token_ids: bool = False,
+        as_vllm: bool = False,
         count: CountBlocks = count_nothing,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``content`` is what the tiers held before the first item that ``take`` returns.
 
         ``rank`` is the data-parallel rank that batches carry. With ``token_ids``, events carry the
-        tokens of `BlockTokens`.
+        tokens of `BlockTokens`. With ``as_vllm``, everything is sent in vLLM's format
+        (`kvcore.events.vllm_format`).
         """
         self._pacing = pacing or Pacing()
         self._take = take
         self._outlets = list(outlets)
         self._block_tokens = block_tokens
-        self._rank = rank
+        self._as_vllm = as_vllm
+        self._rank = 0 if as_vllm and rank is None else rank
         self._count = count
         self._clock = clock
         self._number = (int(clock() * 1000) << 12) - 1
@@ -237,9 +253,12 @@ class Publisher:
         except FormatError as error:
             _log.warning("tokens of blocks are left out of events: %s", error)
 
-    def _wire(self, events: Sequence[Event]) -> list[WireEvent]:
-        tokens = self._tokens
-        return wire_events(events, self._block_tokens, None if tokens is None else tokens.get)
+    def _wire(self, events: Iterable[Event]) -> list[WireEvent]:
+        tokens = None if self._tokens is None else self._tokens.get
+        if not self._as_vllm:
+            return wire_events(events, self._block_tokens, tokens)
+        held = {tier: blocks.keys() for tier, blocks in self._mirror.items()}
+        return as_vllm(wire_events(of_media(events, held), self._block_tokens, tokens))
 
     def _holds(self, key: bytes) -> bool:
         return any(key in held for held in self._mirror.values())
@@ -296,13 +315,21 @@ class Publisher:
                 _log.warning("a request for events is left alone: %s", error)
             return
         oldest = next(iter(self._history), self._number + 1)
-        request.answer(self._replay(range(max(first, oldest), self._number + 1)))
+        if self._as_vllm and first < oldest:  # vLLM's consumers do not ask for a snapshot
+            request.answer(self._everything())
+        else:
+            request.answer(self._replay(range(max(first, oldest), self._number + 1)))
 
     def _replay(self, numbers: range) -> Iterator[Message]:
         for at in numbers:
             if at not in self._history:
                 raise LostHistory(f"{at} is no longer kept")
             yield self._history[at]
+
+    def _everything(self) -> Iterator[Message]:
+        """Return a snapshot's messages, numbered one after another, and those sent since."""
+        held = self._shared_snapshot()
+        return chain(_numbered(held), self._replay(range(held.number + 1, self._number + 1)))
 
     def _shared_snapshot(self) -> _Snapshot:
         """Return a snapshot that its reader can bring up to date from the history.

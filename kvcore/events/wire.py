@@ -36,6 +36,7 @@ __all__ = [
     "WireEvent",
     "decode",
     "encode",
+    "medium_of",
     "number",
     "number_bytes",
     "wire_events",
@@ -125,6 +126,11 @@ def decode(payload: bytes) -> list[WireEvent]:
     return events
 
 
+def medium_of(tier: str) -> str:
+    """Return vLLM's word for the kind of memory that a tier is."""
+    return MEDIUM_CPU if tier == HOST else MEDIUM_STORAGE
+
+
 def wire_events(
     events: Iterable[Event],
     block_tokens: int,
@@ -178,7 +184,7 @@ def _continues(last: WireEvent, event: Event, tokens: list[int]) -> bool:
 
 
 def _wire_event(event: Event, tokens: list[int], block_tokens: int) -> WireEvent:
-    medium = MEDIUM_CPU if event.tier == HOST else MEDIUM_STORAGE
+    medium = medium_of(event.tier)
     hashes: list[bytes | int] = list(event.keys)
     if not event.stored:
         return BlockRemoved(hashes, medium, event.tier)

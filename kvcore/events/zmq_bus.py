@@ -43,7 +43,8 @@ class ZmqOutlet:
     Binds endpoints that begin with ``@``, endpoints with ``*`` (all addresses) and ``ipc://``
     endpoints, and connects to others, as vLLM does. The replay endpoint is always bound. With
     ``keys``, a folder of CURVE keys, only their owners are heard over TCP. A consumer that falls
-    behind by more than ``queue_batches`` loses the newest batches and sees the gap.
+    behind by more than ``queue_batches`` loses the newest batches and sees the gap. The last frame
+    of an answer says of how many messages it consists if ``counts``, and is empty as vLLM's if not.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class ZmqOutlet:
         topic: str,
         *,
         keys: Path | None = None,
+        counts: bool = True,
         queue_batches: int = 1000,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the sockets. Raises ConfigError if an endpoint or a key cannot be used."""
         self._context = Context()
         self._topic = topic.encode()
+        self._counts = counts
         self._clock = clock
         self._answers: dict[bytes, _Answer] = {}
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -141,8 +144,9 @@ class ZmqOutlet:
         count = 0
         for count, message in enumerate(messages, 1):  # noqa: B007  counted for the end
             yield [self._topic, number_bytes(message.number), message.payload]
-        # vLLM's consumers stop at the number; how many there were is for kvcore's.
-        yield [b"", END, number_bytes(count)]
+        # vLLM's own example stops at the number, Dynamo's router at an empty payload. How many
+        # messages there were is for kvcore's consumers.
+        yield [b"", END, number_bytes(count) if self._counts else b""]
 
     def _go_on(self) -> None:
         """Send what clients have room for, until none has read anything for a millisecond."""

@@ -291,7 +291,10 @@ PROBES = (
                 "vllm.distributed.kv_events:MEDIUM_CPU",
                 "vllm.distributed.kv_events:MEDIUM_STORAGE",
                 "vllm.distributed.kv_events:KVCacheEvent",
+                "vllm.v1.core.kv_cache_utils:BlockHash",
+                "vllm.v1.core.kv_cache_utils:ExternalBlockHash",
             ),
+            Binds("vllm.v1.core.kv_cache_utils:maybe_convert_block_hash", count=1),
             Binds(
                 "vllm.distributed.kv_events:BlockStored",
                 keywords=(
