@@ -116,14 +116,15 @@ def served(kind: Kind, folder: Path) -> Iterator[Served]:
 
 
 def model_of(kind: Kind) -> Path:
-    return tiny_model(
-        kind.arch, layers=6 if kind.arch == "lfm2" else 4, heads=8, head_dim=64,
-        kv_heads=2 if "tensor_parallel_size" in kind.args else 1, vocabulary=VOCABULARY,
-    )  # fmt: skip
+    """A model whose states take several rows of blocks."""
+    ranks = kind.args.get("tensor_parallel_size", 1)
+    heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
+    layers = 6 if kind.arch == "lfm2" else 4
+    return tiny_model(kind.arch, layers=layers, head_dim=64, vocabulary=VOCABULARY, **heads)
 
 
 def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more: Any) -> Any:
-    """An engine with kvcore. A resume point takes several rows of blocks of eight tokens."""
+    """An engine with kvcore, with blocks of eight tokens."""
     disk = {"disk": {"path": str(folder / "kv"), "capacity": "256MiB"}}
     config = {
         "block": {"tokens": 8},
@@ -203,7 +204,9 @@ def test_many_at_once_and_aborts(served: Served) -> None:
     cold = served.ask(prompts, "alone at a time")
     settle_and_empty(served.process)
     for _ in range(2):
-        assert_same_answers(served.ask(prompts, "together", batch=6), cold)
+        together = served.ask(prompts, "together", batch=6)
+        if served.is_exact():  # bfloat16 rounds otherwise in a batch
+            assert_same_answers(together, cold)
         settle_and_empty(served.process)
     calls: list[Future[Generation]] = [
         served.process.submit(asked, 8, cache_salt="together", abort_after=i % 3)
@@ -244,14 +247,7 @@ def test_a_mistake_with_the_states_shows(served: Served, name: str) -> None:
         spoiled = served.ask(asked, f"mistake {name}")
     settle_and_empty(served.process)
     assert spoiled[0].reused_tokens
-    if served.is_exact():
-        assert logprobs(spoiled) != pytest.approx(logprobs(cold), abs=AS_NEAR)
-    else:
-        assert (
-            spoiled[0].token_ids != cold[0].token_ids
-            or max(abs(a - b) for a, b in zip(logprobs(spoiled), logprobs(cold), strict=True))
-            > 0.05
-        )
+    assert logprobs(spoiled) != pytest.approx(logprobs(cold), abs=AS_NEAR)
 
 
 def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path: Path) -> None:
