@@ -380,7 +380,10 @@ class DeviceGroup:
     """Layers that share one page table in the engine.
 
     ``layers`` are canonical layer indices, and ``view`` has exactly their planes, in that order.
+    ``page_tokens`` is the size of a page of the engine's scheduler, which may be several pages of
+    the view; 0 if it is not needed.
     """
 
     layers: tuple[int, ...]
     view: KVView
+    page_tokens: int = 0

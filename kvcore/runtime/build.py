@@ -481,7 +481,10 @@ def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list
     """Return the model's groups on a rank, in the order of a graph's tables."""
     groups, nothing = model.rank_groups(rank), views[0].select_layers(())
     given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
-    return [DeviceGroup(group.layers, given.get(group.index, nothing)) for group in groups]
+    return [
+        DeviceGroup(group.layers, given.get(group.index, nothing), group.page_tokens)
+        for group in groups
+    ]
 
 
 def _tracer(config: Config, rank: int) -> Tracer:

@@ -100,6 +100,23 @@ class DeviceCopy:
                 self._ops.copy_blocks(memory, slot, part.pages, page)
             else:
                 self._ops.copy_blocks(part.pages, page, memory, slot)
+        if self._to_device and first - 1 in chosen:
+            self._zero_rest(graph, first - 1)
+
+    def _zero_rest(self, graph: TransferGraph, last: int) -> None:
+        """Zero what the last page has behind block ``last``, after which the engine goes on.
+
+        The page may have held states before, which are no numbers if they are read as KV. The
+        engine reads whole pages, and expects numbers also where no token is yet.
+        """
+        from kvcore.memory.copy.reference import zero_tokens
+
+        groups = self._elsewhere.get(graph.graph_id, self._groups)
+        for group, table in zip(groups, graph.units, strict=True):
+            unit = int(table.array()[last].max())
+            if group.layers and group.page_tokens and unit != SKIP:
+                stop = (unit + 1) * table.unit_tokens
+                zero_tokens(group.view, stop, -(-stop // group.page_tokens) * group.page_tokens)
 
     def _copy(
         self,

@@ -35,6 +35,17 @@ class ReferenceOps(DeviceOps):
                 part[places] = rows.view(*rows.shape[:2], *part.shape[-2:]).to(to_view.device)
 
 
+def zero_tokens(view: KVView, start: int, stop: int) -> None:
+    """Set tokens [start, stop), counted across all pages, to zero in every layer of ``view``.
+
+    On a GPU it is queued on the current stream.
+    """
+    units = np.arange(start, stop, dtype=np.int64)
+    for plane in (plane for planes in view.layout.planes for plane in planes):
+        part = _plane_view(view, plane)
+        part[_places(view.layout, plane, units, 1, part.device)] = 0
+
+
 def _plane_view(view: KVView, plane: Plane) -> torch.Tensor:
     """Return a plane as ``[pages, token outer, token inner, heads, dim outer, dim inner]``."""
     layout, tensor = view.layout, view.tensors[plane.tensor]

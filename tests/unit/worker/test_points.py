@@ -48,7 +48,7 @@ def test_the_point_is_as_the_tests_below_take_it_to_be() -> None:
 class Rig:
     """A worker over pages of KV and of states, and an arena, all with numbers of their own."""
 
-    def __init__(self, ops: DeviceOps) -> None:
+    def __init__(self, ops: DeviceOps, page_tokens: int = 8) -> None:
         torch.manual_seed(0)
         self.kv = [torch.rand(PAGES, 2, 8, 8) for _ in range(2)]
         padded = torch.rand(PAGES, 320)
@@ -65,7 +65,7 @@ class Rig:
             arena_view=KVView(arena.layout(), [arena.tensor()]),
             ops=ops,
             pages=EnginePages(
-                [nothing, DeviceGroup((0, 1), view), nothing],
+                [nothing, DeviceGroup((0, 1), view, page_tokens), nothing],
                 points=row_copies(POINT, self.states),
             ),
             limits=WorkerLimits(),
@@ -230,3 +230,24 @@ def test_rows_that_a_tier_does_not_have_leave_the_rest_of_the_state_alone(rig: R
     assert torch.equal(now[0].view(-1)[:first], rig.state(source)[0].view(-1)[:first])
     assert torch.equal(now[0].view(-1)[first:], before[0].view(-1)[first:])
     assert same(now[1:], before[1:])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_a_page_has_behind_a_point_becomes_zero(whole: bool) -> None:
+    """It may have been a state, and no number. The engine's pages are two of the view's."""
+    rig, place = Rig(ReferenceOps(), page_tokens=16), {0: 1, 2: 1}
+    paging = Paging([GROUPS[0], LayerGroup(1, 16, (0, 1)), GROUPS[2]], 8, no_page=-1)
+    blocks = 4 if whole else 3
+    slots = list(range(blocks + ROWS))
+    tables = paging.units(([], [0, 1], []), 0, blocks, point=PointPages(ROWS, place))
+    assert rig.save(slots, tables, point=blocks) == {}
+    saved = [tensor[:blocks].clone() for tensor in rig.kv]
+    for tensor in rig.kv:
+        tensor.fill_(torch.nan)
+    tables = paging.units(([], [1, 2], []), 0, blocks, point=PointPages(ROWS, place))
+    assert rig.load(slots, tables, point=blocks) == {}
+    for tensor, right in zip(rig.kv, saved, strict=True):
+        assert tensor[:2].isnan().all(), "pages of others"
+        assert torch.equal(tensor[2 : 2 + blocks], right)
+        assert whole or not tensor[5].any()
+    assert rig.worker.close()
