@@ -226,6 +226,16 @@ def _wishes(data: bytes, _: Path) -> None:
     fusion_options(_json(data), 1000)
 
 
+def _controls(data: bytes, _: Path) -> None:
+    """Read what a request asks of kvcore, as text and decoded. Nothing of it may raise."""
+    from kvcore.connector.control import ControlReader
+    from kvcore.telemetry.metrics import Metrics
+
+    reader = ControlReader(Metrics(enabled=False))
+    reader.read("r", data.decode("utf-8", "surrogateescape"))
+    reader.read("r", _json(data))
+
+
 def _tenant(data: bytes, _: Path) -> None:
     from kvcore.config import NamespaceConfig
     from kvcore.model.identity import Namespaces
@@ -303,6 +313,7 @@ TARGETS = (
     Target("size", _size, (b"1.5GiB", b"4096")),
     Target("secret", _secret, (b"00" * 32, b"A" * 43 + b"=")),
     Target("trace", _trace, (_LINE,)),
+    Target("controls", _controls, (b'{"load": false, "save": true, "save_tokens": 512}',)),
     Target("wishes", _wishes, (b'{"fusion": {"ratio": 0.3, "chunks": [[12, 512]]}}',)),
     Target("tenant", _tenant, (b"tenant", b"\xff\xfe")),
     Target("salt", _salt, (b'{"once": "1", "fusion": {"ratio": 0.3}, "salt": "a"}',)),

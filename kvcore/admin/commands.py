@@ -27,9 +27,13 @@ __all__ = [
 MAX_TOKENS = 1 << 20
 """The most tokens of a prompt in a command."""
 
+MAX_TTL_S = 366 * 86_400
+"""The longest time in seconds for which blocks can be pinned, other than without an end."""
+
 Word = Annotated[str, Meta(max_length=64)]
 Salt = Annotated[str, Meta(max_length=1024)]
 Limit = Annotated[int, Meta(ge=0, le=10_000)]
+Seconds = Annotated[float, Meta(gt=0, le=MAX_TTL_S)]
 
 
 class BlockFilter(msgspec.Struct, frozen=True, array_like=True):
@@ -61,9 +65,13 @@ class ListBlocks(msgspec.Struct, frozen=True, array_like=True, tag="list"):
 
 
 class PinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="pin"):
-    """Keep the selected blocks where they are until they are unpinned or the process ends."""
+    """Keep the selected blocks where they are until they are unpinned or the process ends.
+
+    With ``ttl_s``, for so many seconds at most. Blocks that are pinned already get this time too.
+    """
 
     where: BlockFilter
+    ttl_s: Seconds | None = None
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True, array_like=True, tag="unpin"):

@@ -45,7 +45,7 @@ ReplyTo = Callable[["dict[str, Any] | KVCoreError"], object]
 MAX_REASON = 200
 """Characters of a refusal's reason in the audit log."""
 SWEEP_S = 1.0
-"""Seconds between two looks for pins on dropped blocks."""
+"""Seconds between two looks for pins on dropped blocks, and for pins whose time is over."""
 
 
 class Admin:
@@ -72,7 +72,7 @@ class Admin:
         self._audit = audit
         self._metrics = metrics
         self._selections = Selections(manager.index, tenants, block_tokens)
-        self._pins = Pins(manager.index, self._selections)
+        self._pins = Pins(manager.index, self._selections, lambda: self._clock())
         self._jobs = Jobs(manager, self._selections, deadline_s)
         self._queries = Queries(
             manager.index, tenants, self._selections, self._pins, block_tokens, block_nbytes
@@ -94,6 +94,7 @@ class Admin:
         every block take O(index).
         """
         try:
+            self._pins.release_ended()
             if isinstance(command, CHANGES):
                 self._audit.begin(who, command_name(command), **_subject(command))
             if isinstance(command, (MoveBlocks, PrefetchBlocks)):
@@ -124,6 +125,7 @@ class Admin:
     def _sweep(self) -> None:
         if len(self._pins) and (now := self._clock()) - self._swept >= SWEEP_S:
             self._swept = now
+            self._pins.release_ended()
             self._pins.release_dropped()
 
     def close(self) -> None:
@@ -134,8 +136,10 @@ class Admin:
     # -- at once --------------------------------------------------------------------------------
 
     def _pin(self, command: PinBlocks) -> dict[str, Any]:
-        prompts, blocks = self._pins.add(self._selections.resolve(command.where))
-        return self._queries.size(blocks) | {"prompts": prompts}
+        selection = self._selections.resolve(command.where)
+        prompts, blocks = self._pins.add(selection, command.ttl_s)
+        pinned = self._queries.size(blocks) | {"prompts": prompts}
+        return pinned if command.ttl_s is None else {**pinned, "ttl_s": command.ttl_s}
 
     def _unpin(self, command: UnpinBlocks) -> dict[str, Any]:
         return {"prompts": self._pins.release(self._selections.resolve(command.where))}
@@ -231,6 +235,8 @@ def _subject(command: Command) -> dict[str, Any]:
     if isinstance(command, SetQuota):
         return {"tenant": command.tenant, "tier": command.tier, "quota": command.quota}
     subject: dict[str, Any] = {"to": command.to} if isinstance(command, MoveBlocks) else {}
+    if isinstance(command, PinBlocks) and command.ttl_s is not None:
+        subject["ttl_s"] = command.ttl_s
     where = getattr(command, "where", BlockFilter())
     for name in ("tenant", "tier"):
         if getattr(where, name) is not None:

@@ -75,13 +75,16 @@ class Queries:
         path = self._index.path(end)
         depths = zip(self._index.tiers, self._index.match(path).depths, strict=True)
         namespace = self._index.namespace_of(end)
+        pinned = [tier for tier in self._index.tiers if (tier, end) in self._pins]
+        left = {tier: self._pins.left_s((tier, end)) for tier in pinned}
         return {
             "key": end.hex(),
             "tenant": self._tenants.name_of(namespace),
             "namespace": namespace.hex(),
             "blocks": len(path),
             "tiers": {tier: depth for tier, depth in depths if depth},
-            "pinned": [tier for tier in self._index.tiers if (tier, end) in self._pins],
+            "pinned": pinned,
+            "left_s": {tier: round(s, 1) for tier, s in left.items() if s is not None},
         }
 
     def quotas(self) -> dict[str, Any]:

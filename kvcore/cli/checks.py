@@ -97,6 +97,10 @@ def _engines(config: Config, plugins: PluginManager) -> Iterator[Finding]:
         if verdict.served:
             served = True
             yield Finding(about, Level.GOOD, verdict.about)
+            if found.item.switch is not None:
+                switch = found.item.switch(config)
+                level = Level.WARNING if switch.advice else Level.GOOD
+                yield Finding(f"start of {found.name}", level, switch.why, switch.advice)
         else:
             yield Finding(about, Level.WARNING, verdict.about, verdict.advice)
     if not served:

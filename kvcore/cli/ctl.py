@@ -94,11 +94,27 @@ def list_blocks(
 
 
 @app.command("pin")
-def pin(context: typer.Context, which: Which = None, as_json: AsJson = False) -> None:
-    """Protect blocks from eviction, until unpin or the end of the process."""
-    from kvcore.admin.commands import PinBlocks
+def pin(
+    context: typer.Context,
+    which: Which = None,
+    ttl: Annotated[
+        float | None,
+        typer.Option("--ttl", help="Seconds after which the pin ends by itself. Default: never."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Protect blocks from eviction, until unpin, the end of --ttl or the end of the process."""
+    from kvcore.admin.commands import MAX_TTL_S, PinBlocks
 
-    _order(context, lambda where: PinBlocks(where), which, as_json)
+    if ttl is not None and not 0 < ttl <= MAX_TTL_S:
+        raise ConfigError(f"given --ttl {ttl:g}; supported are seconds above 0, up to {MAX_TTL_S}")
+    result = _order(context, lambda where: PinBlocks(where, ttl), which)
+    if ttl is not None and result.get("ttl_s") != ttl:
+        raise UnsupportedError(
+            "the other side is an older kvcore, which has no --ttl: it has pinned the blocks "
+            "without an end; undo that with `kvcore ctl unpin`"
+        )
+    _show(result, as_json)
 
 
 @app.command("unpin")
@@ -106,7 +122,7 @@ def unpin(context: typer.Context, which: Which = None, as_json: AsJson = False) 
     """Undo pin: blocks may be evicted again."""
     from kvcore.admin.commands import UnpinBlocks
 
-    _order(context, lambda where: UnpinBlocks(where), which, as_json)
+    _show(_order(context, lambda where: UnpinBlocks(where), which), as_json)
 
 
 @app.command("move")
@@ -119,7 +135,7 @@ def move(
     """Move blocks from one tier to another. Blocks that others need also stay in the first."""
     from kvcore.admin.commands import MoveBlocks
 
-    _order(context, lambda where: MoveBlocks(where, to), which, as_json)
+    _show(_order(context, lambda where: MoveBlocks(where, to), which), as_json)
 
 
 @app.command("prefetch")
@@ -127,7 +143,7 @@ def prefetch(context: typer.Context, which: Which = None, as_json: AsJson = Fals
     """Load blocks into host memory."""
     from kvcore.admin.commands import PrefetchBlocks
 
-    _order(context, lambda where: PrefetchBlocks(where), which, as_json)
+    _show(_order(context, lambda where: PrefetchBlocks(where), which), as_json)
 
 
 @app.command("clear")
@@ -135,7 +151,7 @@ def clear(context: typer.Context, which: Which = None, as_json: AsJson = False) 
     """Drop blocks and all that continue them, even if pinned. An engine's own cache stays."""
     from kvcore.admin.commands import ClearBlocks
 
-    _order(context, lambda where: ClearBlocks(where), which, as_json)
+    _show(_order(context, lambda where: ClearBlocks(where), which), as_json)
 
 
 @quota_app.command("set")
@@ -171,11 +187,11 @@ def show_quotas(context: typer.Context, as_json: AsJson = False) -> None:
 # -- asking ---------------------------------------------------------------------------------------
 
 
-def _order(context: typer.Context, make: Any, which: list[str] | None, as_json: bool) -> None:
+def _order(context: typer.Context, make: Any, which: list[str] | None) -> dict[str, Any]:
     target: Target = context.obj
     if not which:
         raise ConfigError(f"given no blocks; give one of {', '.join(TERMS)} as NAME=VALUE, or: all")
-    _show(ask(target, make(parse_where(which, target.tokenizer))), as_json)
+    return ask(target, make(parse_where(which, target.tokenizer)))
 
 
 def ask(target: Target, order: Command) -> dict[str, Any]:
@@ -348,13 +364,13 @@ def as_tables(result: Mapping[str, Any]) -> Group:
         if name in result:
             parts.append(_table(result[name], columns))
     numbers = [f"{name} {_cell(name, value)}" for name, value in result.items()
-               if isinstance(value, int)]  # fmt: skip
+               if isinstance(value, (int, float))]  # fmt: skip
     return Group(*parts, Text(", ".join(numbers)))
 
 
 _TABLES = {
     "rows": ("tenant", "namespace", "tier", "blocks", "bytes"),
-    "prompts": ("key", "tenant", "namespace", "blocks", "tiers", "pinned"),
+    "prompts": ("key", "tenant", "namespace", "blocks", "tiers", "pinned", "left_s"),
     "quotas": ("tenant", "tier", "blocks", "bytes", "quota"),
 }
 

@@ -76,6 +76,8 @@ def _lines(record: dict[str, Any]) -> Iterator[str]:
     outcome = record.get("outcome", "")
     yield f"request {record['request']}: {record.get('tokens')} tokens, {outcome}"
     yield f"  the engine held        {record.get('engine_held', 0)} tokens itself"
+    for name, value in record.get("asked", {}).items():
+        yield f"  the request asked      {name}: {json.dumps(value)}"
     for line in _matched(record):
         yield f"  found                  {line}"
     for miss in record.get("misses", []):

@@ -46,6 +46,7 @@ __all__ = [
     "load_config",
     "merge_tables",
     "missing_secrets",
+    "names_settings",
     "parse_assignment",
     "read_key",
     "secret_settings",
@@ -119,6 +120,11 @@ def load_config(
     if problems := list(_conflicts(config)):
         raise ConfigError("\n".join(problems))
     return config
+
+
+def names_settings(env: Mapping[str, str] = os.environ) -> bool:
+    """Return True if a variable names a file of settings, or is a setting."""
+    return bool(env.get(CONFIG_VARIABLE)) or any(name.startswith(PREFIX) for name in env)
 
 
 def _conflicts(config: Config) -> Iterator[str]:

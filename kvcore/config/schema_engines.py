@@ -59,6 +59,13 @@ class VllmConfig(AdapterConfig):
         "reset also removes every block from every tier of kvcore, for all engines that share it. "
         "Whether the engine still finds its KV after a reset is up to `namespace.weights_change`.",
     )
+    switch_on: bool = Field(
+        default=False,
+        description="Use kvcore in every vLLM that names no connector, without "
+        "`--kv-transfer-config`. Set it where vLLM sees it: as `KVCORE__VLLM__SWITCH_ON`, or in "
+        "the file that `KVCORE_CONFIG` names. A connector in vLLM's own arguments counts more, and "
+        "so does `--kv-offloading-size`.",
+    )
 
 
 class TrtllmConfig(AdapterConfig):

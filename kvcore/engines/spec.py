@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvcore.config.schema import Config
     from kvcore.engines.probes import Probe
 
-__all__ = ["EngineSpec", "Installed", "ServeCommand", "installed"]
+__all__ = ["EngineSpec", "Installed", "ServeCommand", "Switch", "installed"]
 
 
 class ServeCommand(NamedTuple):
@@ -19,6 +19,17 @@ class ServeCommand(NamedTuple):
 
     argv: list[str]
     env: dict[str, str]
+
+
+class Switch(NamedTuple):
+    """Whether an engine uses kvcore without an argument that says so, and why.
+
+    ``advice`` is what to change, if it was asked to and does not.
+    """
+
+    on: bool
+    why: str
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +40,8 @@ class EngineSpec:
     ``serve(model, config, engine_args)`` builds the command line. ``status()`` says in a few words
     how the adapter is connected. ``package`` is the engine's Python package, ``tried`` are the
     releases that the adapter has run with, and ``probes()`` returns the interfaces that it uses.
-    Nothing of this imports the engine.
+    ``switch(config)`` says whether the engine uses kvcore without an argument; None if it never
+    does. Nothing of this imports the engine.
     """
 
     name: str
@@ -39,6 +51,7 @@ class EngineSpec:
     package: str = ""
     tried: tuple[str, ...] = ()
     probes: Callable[[], Sequence[Probe]] = tuple
+    switch: Callable[[Config], Switch] | None = None
 
 
 class Installed(NamedTuple):

@@ -20,7 +20,7 @@ from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.explain.file import RecordFile
 from kvcore.explain.otel import Spans
-from kvcore.explain.request_log import Cause, RequestLog
+from kvcore.explain.request_log import NOTHING, Cause, RequestLog
 from kvcore.manager import Event, Hit, Manager
 from kvcore.manager.load_advisor import LoadAdvisor, guessed_rates, learn_loads
 from kvcore.manager.load_policy import Action, Plan, PlanRequest
@@ -39,6 +39,8 @@ _CAUSES = {
     MissReason.TOO_SHORT: Cause.TOO_SHORT,
     MissReason.BUSY: Cause.BUSY,
     MissReason.PENDING: Cause.LATE,
+    MissReason.ASKED: Cause.ASKED,
+    MissReason.UNREADABLE: Cause.UNREADABLE,
 }
 """The causes of misses that a lookup does not find by itself."""
 
@@ -222,13 +224,19 @@ class RequestRecorder:
         hit: Hit,
         namespace: Namespace,
         block_tokens: int,
+        asked: Mapping[str, Any] = NOTHING,
     ) -> None:
-        """Note a lookup. It is counted when its result is known."""
+        """Note a lookup, and what its request ``asked`` of kvcore.
+
+        It is counted when its result is known.
+        """
         if self.journal is None:
             if self._savings is not None:
                 self._savings.looked_up(request_id, len(tokens), computed, hit)
             return
-        record = self.journal.looked_up(request_id, tokens, computed, hit, namespace, block_tokens)
+        record = self.journal.looked_up(
+            request_id, tokens, computed, hit, namespace, block_tokens, asked
+        )
         if self._weigher is not None:
             record.ask = self._weigher.ask(hit, record.tokens, computed)
 

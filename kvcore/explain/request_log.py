@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvcore.manager import Event, Hit
@@ -26,6 +27,9 @@ from kvcore.model.keys import Namespace
 
 __all__ = ["Cause", "Miss", "RequestLog", "RequestRecord"]
 
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""What a request asks for that asks for nothing."""
 
 WAITING = "waiting"
 """The outcome of a request that has not ended."""
@@ -45,6 +49,8 @@ class Cause(str, Enum):
     PLANNED = "plan said recompute"
     BUSY = "no slots to load through"
     LATE = "not in host memory in time"
+    ASKED = "the request asked for no load"
+    UNREADABLE = "the request's options could not be read"
     FAILED = "failed"
     NOT_HELD = "not held"
 
@@ -86,6 +92,7 @@ class RequestRecord:
         loaded: tokens of the last load, by tier.
         steps: seconds by the name of the step, in order.
         began: the log's clock at the first lookup, in seconds.
+        asked: what the request asked of kvcore, as `RequestControl.shown` has it.
     """
 
     request_id: str
@@ -101,6 +108,7 @@ class RequestRecord:
     steps: dict[str, float] = field(default_factory=dict)
     outcome: str = WAITING
     began: float = 0.0
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self, *, for_client: bool = False) -> dict[str, Any]:
         """Return plain values for JSON.
@@ -121,6 +129,8 @@ class RequestRecord:
             "ms": {name: round(1e3 * seconds, 3) for name, seconds in self.steps.items()},
             "outcome": self.outcome,
         }
+        if self.asked:
+            shown["asked"] = dict(self.asked)
         if for_client:
             return shown
         if self.plan is not None:
@@ -229,6 +239,7 @@ class RequestLog:
         hit: Hit,
         namespace: Namespace,
         block_tokens: int,
+        asked: Mapping[str, Any] = NOTHING,
     ) -> RequestRecord:
         """Note a lookup of a request, and return its new record.
 
@@ -236,7 +247,7 @@ class RequestLog:
         time it began. If the request has ended, this is another one with the same name.
         """
         old = self._records.get(request_id)
-        record = RequestRecord(request_id, len(tokens), computed, began=self._clock())
+        record = RequestRecord(request_id, len(tokens), computed, began=self._clock(), asked=asked)
         if old is not None and not old.is_over:
             record.failures, record.began = old.failures, old.began
             record.misses = [miss for miss in old.misses if miss.cause is Cause.FAILED]

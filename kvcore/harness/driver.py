@@ -55,6 +55,7 @@ class Prompt:
     promise: dict[str, Any] | None = None
     image_uuid: str | None = None
     likeliest: int = 0
+    asked: Any = None
 
 
 class Stopwatch:

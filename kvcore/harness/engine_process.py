@@ -240,6 +240,7 @@ class EngineProcess:
         fusion: dict[str, Any] | None = None,
         promise: dict[str, Any] | None = None,
         traceparent: str | None = None,
+        asked: Any = None,
     ) -> Future[Generation]:
         """Start one greedy request and return at once.
 
@@ -260,6 +261,7 @@ class EngineProcess:
             promise: what a prefill engine returned for the prompt's KV (vLLM and the reference
                 engine only).
             traceparent: the W3C trace of the request, for an engine that traces.
+            asked: what the request asks of kvcore's loads and saves (`kvcore.connector.control`).
         """
         self.wait_ready()
         call = self._send(
@@ -277,6 +279,7 @@ class EngineProcess:
             **({} if promise is None else {"promise": promise}),
             **({} if image_uuid is None else {"image_uuid": image_uuid}),
             **({"likeliest": likeliest} if likeliest else {}),
+            **({} if asked is None else {"asked": asked}),
             traceparent=traceparent,
         )
         return _then(call, lambda reply: Generation(**reply))

@@ -51,6 +51,8 @@ class MissReason(str, Enum):
     BUSY = "busy"  # the transfer queue is full
     UNSUPPORTED = "unsupported"  # a request whose KV cannot be told from other KV
     UNAVAILABLE = "unavailable"  # the files of its adapter were not read in time
+    ASKED = "asked"  # the request asked kvcore not to load
+    UNREADABLE = "unreadable"  # what the request asked of kvcore cannot be read
     LOAD_FAILED = "load_failed"  # found, but reading failed; recomputed
     DEADLINE = "deadline"  # found, but not loaded in time; recomputed
 
@@ -171,6 +173,13 @@ SPECS = (
         Kind.COUNTER,
         "Options of requests that were ignored because they cannot be read, by option",
         ("option",),
+    ),
+    MetricSpec(
+        "kvcore_request_controls_total",
+        Kind.COUNTER,
+        "Requests that asked kvcore to load or save less, by option (load, save, save_tokens; "
+        "kvcore for all of them) and whether it was followed or unreadable",
+        ("option", "outcome"),
     ),
     MetricSpec(
         "kvcore_store_lookups_total",
@@ -344,6 +353,10 @@ class Metrics:
     def ignored_option(self, option: str) -> None:
         """Count an option of a request, ``fusion`` or ``promise``, that could not be read."""
         self._add("kvcore_ignored_options_total", 1, option)
+
+    def controlled(self, option: str, outcome: str) -> None:
+        """Count a request's option to load or save less: "followed" or "unreadable"."""
+        self._add("kvcore_request_controls_total", 1, option, outcome)
 
     def asked_store(self, tier: str, outcome: str) -> None:
         """Count a lookup in a remote store: "found", "absent", "late" or "failed"."""

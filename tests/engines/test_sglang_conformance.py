@@ -12,8 +12,9 @@ from kvcore.testing.conformance import CASES, Kit, find_driver, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-QUICK = ("clear-forgets", "metrics-add-up", "disk-hit-after-restart")
-"""A clear, a case in which nothing but SGLang's own numbers is right, and one of two engines in
+QUICK = ("clear-forgets", "metrics-add-up", "as-the-request-asks", "disk-hit-after-restart")
+"""A clear, a case in which nothing but SGLang's own numbers is right, what requests ask of kvcore
+where the tree decides what is kept, and one of two engines in
 turn that one process serves."""
 BLENDS = ("a-blend-that-fails",)
 """`TestFaults` of test_sglang_faults has blends that fail, of another engine than the kit's."""

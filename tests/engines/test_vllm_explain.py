@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvcore.cli.app import app
-from kvcore.harness.compare import SETTLE_S, answers, settle_and_empty
+from kvcore.harness.compare import SETTLE_S, answers, counted, settle_and_empty
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
@@ -76,6 +76,7 @@ class Served(NamedTuple):
     rules: Path
     spans: Spans
     documents: list[list[int]]
+    model: Path
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     try:
         with engine(model, kvcore, env, otlp_traces_endpoint=spans.url) as process:
-            yield Served(process, records, rules, spans, windows(model, 9, 600, 600, seed=5))
+            yield Served(process, records, rules, spans, windows(model, 9, 600, 600, seed=5), model)
     finally:
         spans.close()
 
@@ -240,3 +241,54 @@ def test_spans_are_exported_in_the_trace_of_the_request(served: Served) -> None:
     steps = [span for span in ours if span.parent_span_id == root.span_id]
     assert {"kvcore.lookup", "kvcore.rest"} <= {span.name for span in steps}
     assert all(root.start_time_unix_nano <= span.start_time_unix_nano for span in steps)
+
+
+def test_a_request_says_what_kvcore_may_do_with_it(served: Served) -> None:
+    """It is followed, answered, recorded and counted; what cannot be read is neither loaded nor
+    saved."""
+    controls = "kvcore_request_controls_total"
+    document = windows(served.model, 1, 600, 600, seed=55)[0]
+
+    def stored(salt: str, asked: Any) -> tuple[int, Any]:
+        """How much is found of a text that was asked once, and what its client was told."""
+        first = ask(served, document, cache_salt=salt, asked=asked)
+        told(served, first)
+        again = ask(served, document, cache_salt=salt)
+        assert again.token_ids == first.token_ids
+        return again.reused_tokens, first.kvcore.get("asked")
+
+    assert stored("s-all", {"save": True}) == (592, None)
+    assert stored("s-none", {"save": False}) == (0, {"save": False})
+    assert stored("s-some", {"save_tokens": 333}) == (320, {"save_tokens": 333})
+
+    computed = ask(served, document, cache_salt="s-all", asked={"load": False})
+    client, record = told(served, computed)
+    assert computed.reused_tokens == 0
+    [matched] = record["matched"]
+    assert matched["tokens"] == [0, 592], "it could have loaded"
+    assert causes(client) == causes(record) == ["the request asked for no load"]
+    assert client["asked"] == record["asked"] == {"load": False}
+    warm = ask(served, document, cache_salt="s-all")
+    assert (warm.reused_tokens, warm.token_ids) == (592, computed.token_ids)
+
+    wrong = ask(served, document, cache_salt="s-all", asked={"load": "never"})
+    client, record = told(served, wrong)
+    assert (wrong.reused_tokens, wrong.token_ids) == (0, warm.token_ids)
+    assert causes(record) == ["the request's options could not be read"]
+    assert "kvcore.load is 'never'" in wrong.kvcore["asked"]["error"]
+    found, said = stored("s-wrong", {"save": "no"})
+    assert found == 0
+    assert "kvcore.save is 'no'" in said["error"]
+
+    quiet = ask(served, document, cache_salt="quiet-1", asked={"save": False})
+    assert quiet.kvcore == {"asked": {"save": False}}, "no report, but its own wish"
+    for option, outcome in (
+        ("load", "followed"),
+        ("save", "followed"),
+        ("save_tokens", "followed"),
+        ("load", "unreadable"),
+        ("save", "unreadable"),
+    ):
+        assert counted(served.process, controls, option=option, outcome=outcome) >= 1, option
+    assert counted(served.process, "kvcore_misses_total", reason="asked") == 1
+    assert counted(served.process, "kvcore_misses_total", reason="unreadable") == 2

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.model.keys import KeyChain
@@ -38,6 +39,7 @@ class Asked:
         wait: the blocks that the request waits for.
         held: the last lookup found that the request should stay in the queue.
         noted: (device tokens, blocks found) of the last lookup that was recorded.
+        control: what the request asks of kvcore.
     """
 
     chain: KeyChain
@@ -54,6 +56,7 @@ class Asked:
     wait: Wait = field(default_factory=Wait)
     held: bool = False
     noted: tuple[int, int] | None = None
+    control: RequestControl = FREE
 
     def take(self, asking: Asking | None) -> None:
         """Set the input of fusion, and drop fusion's state if the input has changed.

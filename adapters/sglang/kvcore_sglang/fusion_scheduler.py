@@ -44,14 +44,19 @@ class Asking:
         return same and np.array_equal(self.tokens, other.tokens)
 
 
-def asking_of(req: Any) -> Asking:
-    """Read SGLang's request.
+def wishes_of(req: Any) -> Any:
+    """Return what SGLang's request has for kvcore, of any type; None if it has nothing.
 
-    Options are the text of a JSON object in ``custom_params["kvcore"]``, because SGLang does not
-    pass on nested values.
+    It is the text of a JSON object in ``custom_params["kvcore"]``, because SGLang does not pass on
+    nested values.
     """
     params = getattr(req.sampling_params, "custom_params", None)
-    wishes = params.get("kvcore") if isinstance(params, Mapping) else None
+    return params.get("kvcore") if isinstance(params, Mapping) else None
+
+
+def asking_of(req: Any) -> Asking:
+    """Read SGLang's request."""
+    wishes = wishes_of(req)
     fresh = not req.output_ids and getattr(req, "session", None) is None
     return Asking(np.asarray(req.origin_input_ids, dtype=np.int64), wishes, fresh)
 

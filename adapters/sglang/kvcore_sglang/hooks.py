@@ -2,6 +2,7 @@
 
     UnifiedCacheLinkerWrapper.match                 gives kvcore the tokens of a lookup
     UnifiedRadixCache.insert                        gives kvcore the tokens of a save
+    UnifiedRadixCache.checkpoint                    tells kvcore whose KV the tree takes
     UnifiedCacheLinkerWrapper.load_back             keeps blended requests out of the tree
     UnifiedRadixCache.finish_external_linker_loads  marks requests whose load failed
     Scheduler.handle_generate_request               remembers what a request was made from
@@ -171,6 +172,18 @@ def _slots(cache: Any, key: Any, last: Any) -> Any:
     return slots if len(slots) <= len(key) else None
 
 
+def around_checkpoint(original: Original, cache: Any, req: Any, **options: Any) -> Any:
+    """Tell the linker whose KV the tree takes, so that a request's wish not to save is followed."""
+    linker = kvcore_linker(cache)
+    if linker is None:
+        return original(cache, req, **options)
+    linker.saving(req)
+    try:
+        return original(cache, req, **options)
+    finally:
+        linker.saving(None)
+
+
 def around_load_back(original: Original, wrapper: Any, req: Any) -> Any:
     """Keep a request that will be blended out of the tree, and give the linker its slots.
 
@@ -227,7 +240,7 @@ def around_handle_generate_request(
     queued = scheduler.waiting_queue
     linker = kvcore_linker(scheduler.tree_cache)
     if queued and queued[-1].rid == recv_req.rid and linker:
-        if undetermined(queued[-1], linker.vocabulary):
+        if undetermined(queued[-1], linker.vocabulary) or linker.keeps_out(queued[-1]):
             queued[-1].skip_radix_cache_insert = True
         setattr(queued[-1], SOURCE, (weakref.ref(scheduler), recv_req))
         _look_up(scheduler.tree_cache, queued[-1])
@@ -303,6 +316,11 @@ def _compute_again(req: Any) -> bool:
     req.finished_output = True  # with overlap it is streamed once more, and must be skipped
     return True
 
+
+# --- what a request asks of kvcore ---------------------------------------------------------------
+
+CONTROL = "kvcore_control"
+"""Attribute of a request: what it asks of kvcore, once that was read."""
 
 # --- a request ends ------------------------------------------------------------------------------
 
@@ -422,6 +440,9 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.get_internal_state", ("self", "recv_req"), around_internal_state),
 )
 
+SAVE_HOOKS = (Hook(f"{_CACHE}.checkpoint", ("self", "req", "up_to", "kwargs"), around_checkpoint),)
+"""Without these hooks a request that asks not to be saved is kept out of SGLang's tree."""
+
 FUSION_HOOKS = (Hook(f"{_WRAPPER}.load_back", ("self", "req"), around_load_back),)
 """Without these hooks there is no fusion. Everything else works."""
 
@@ -468,7 +489,7 @@ def register_all() -> None:
     """Register every hook that fits its target. Imports the modules of the targets."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for hook in (*HOOKS, *WEIGHT_HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
+    for hook in (*HOOKS, *SAVE_HOOKS, *WEIGHT_HOOKS, *FUSION_HOOKS, *HOLD_HOOKS, *TIME_HOOKS):
         problem = _misfit(hook)
         if problem:
             _problems.append(problem)

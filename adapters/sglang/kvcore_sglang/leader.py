@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.config import Config
+from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.step_transport import Outbox
@@ -114,19 +115,23 @@ class Leader(LeaderCore[SglangFusionScheduler]):
         asking: Asking | None = None,
         *,
         resumed: bool = False,
+        control: RequestControl = FREE,
     ) -> int:
         """Return how many tokens beyond ``device_tokens`` can be loaded now: whole pages.
 
         ``tokens`` are those that the engine would reuse, so it computes at least one more. If the
         prompt in ``asking`` is to be blended, the tokens that the blend makes count too. Blocks on
         tiers below host memory start to load, and `holds` says whether to wait for them.
-        ``resumed`` is the result of `is_resumed` for the request until it is loaded.
+        ``resumed`` is the result of `is_resumed` for the request until it is loaded. ``control`` is
+        what it asks of kvcore.
         """
         if self.disabled or rid in self._refused:
             return 0
         self._pump()
         asked = self._ask(rid, tokens, device_tokens, namespace)
-        asked.resumed = resumed
+        asked.resumed, asked.control = resumed, control
+        if not control.load:
+            return self._compute_all(rid, asked, tokens)
         hit = self._hit(asked)
         self._record_lookup(rid, asked, tokens, hit)
         asked.take(asking)
@@ -150,6 +155,17 @@ class Leader(LeaderCore[SglangFusionScheduler]):
         asked.stop = stop
         return gain
 
+    def _compute_all(self, rid: str, asked: Asked, tokens: Tokens) -> int:
+        """Count a request that asks for no load, once. Return 0: it loads nothing."""
+        hit = self.manager.get_match(asked.chain.keys, asked.chain.namespace.digest)
+        self._record_lookup(rid, asked, tokens, hit)
+        asked.plan, asked.held = None, False
+        if not asked.counted:
+            asked.counted = True
+            missed = asked.tokens - asked.device_tokens
+            self.recorder.missed(rid, asked.control.why_no_load, missed)
+        return 0
+
     def _record_lookup(self, rid: str, asked: Asked, tokens: Tokens, hit: Hit) -> None:
         """Record the result of a lookup, unless it is recorded already.
 
@@ -160,8 +176,8 @@ class Leader(LeaderCore[SglangFusionScheduler]):
         if not self.recorder.wants_lookups or asked.noted == found or self.recorder.has_loaded(rid):
             return
         asked.noted = found
-        space, first = asked.chain.namespace, asked.device_tokens
-        self.recorder.looked_up(rid, tokens.data, first, hit, space, self._block)
+        space, first, shown = asked.chain.namespace, asked.device_tokens, asked.control.shown()
+        self.recorder.looked_up(rid, tokens.data, first, hit, space, self._block, shown)
 
     def holds(self, rid: str, *, resting: bool = False) -> bool:
         """Return True if the request should stay in the queue until its next lookup.
@@ -374,12 +390,15 @@ class Leader(LeaderCore[SglangFusionScheduler]):
         namespace: Namespace,
         slots: npt.NDArray[np.int64],
         offers: list[Offer],
+        control: RequestControl = FREE,
     ) -> Order:
         """Save the blocks of ``tokens`` that no tier holds. ``slots`` has one slot a token.
 
-        Returns the order for all ranks. ``offers`` end when the copies have ended.
+        ``control`` is what the request asks of kvcore whose KV the tree takes. Returns the order
+        for all ranks. ``offers`` end when the copies have ended.
         """
         order = Order()
+        tokens = tokens[: control.savable(len(tokens))]
         if not self.disabled and len(tokens) >= self._block:
             chain = KeyChain(namespace, self._block)
             chain.extend(tokens)

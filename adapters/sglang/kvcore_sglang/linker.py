@@ -22,17 +22,18 @@ import torch
 
 from kvcore import log
 from kvcore.config import Config, load_config
+from kvcore.connector.control import FREE, ControlReader, RequestControl, without_kvcore
 from kvcore.connector.guard import Guard, Neutral, attempt, covered
 from kvcore.errors import ConfigError, EngineMustEnd, KVCoreError, PagesInUse, RankLostError
 from kvcore.model.keys import Namespace
-from kvcore.telemetry.metrics import Data, PrometheusSink
+from kvcore.telemetry.metrics import Data, Metrics, PrometheusSink
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang import hooks
 from kvcore_sglang.books import Offer, Tokens
 from kvcore_sglang.build import Fusable, Parts, build
 from kvcore_sglang.describe import Served, describe, find_rank
 from kvcore_sglang.fusion import SglangLayers, ropes_of
-from kvcore_sglang.fusion_scheduler import Asking, asking_of
+from kvcore_sglang.fusion_scheduler import Asking, asking_of, wishes_of
 from kvcore_sglang.gate import FAILED_BATCH, LayerGate
 from kvcore_sglang.identity import find_model
 from kvcore_sglang.leader import Leader
@@ -91,6 +92,9 @@ _NO = Neutral(lambda: False)
         "ended": _NOTHING,
         "wants_inserts": _NO,
         "vocabulary": Neutral(lambda: 0),
+        "control_of": Neutral(lambda: without_kvcore("kvcore has stopped")),
+        "keeps_out": _NO,
+        "saving": _NOTHING,
         "begin_insert": _NOTHING,
         "abandon_insert": _NOTHING,
         "end_insert": _NOTHING,
@@ -156,7 +160,11 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             own = self._config.disk.path is not None or bool(self._config.tiers)
             self._stages = own or self._config.server.address is not None
         self._queued: dict[str, Order] = {}
+        leader = self.leader
+        self._controls = ControlReader(leader.metrics if leader else Metrics(enabled=False))
         self._inserting: list[Offer] | None = None
+        self._saving: Any = None
+        """The request whose KV the tree takes now; None if that is not known."""
         self._offered = 0
         self._spoilt = False
         """True if what was planned for the next batch must fail."""
@@ -297,8 +305,26 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         resumed = bool(req.output_ids)  # retracted after a part of its answer: no blend then
         asking = None if resumed else self._prompt(req, tokens)
         namespace = self._namespace(leader, key)
-        gain = leader.lookup(rid, tokens, device_tokens, namespace, asking, resumed=resumed)
+        control = self.control_of(req)
+        gain = leader.lookup(
+            rid, tokens, device_tokens, namespace, asking, resumed=resumed, control=control
+        )
         return [gain // self._parts.served.page_tokens] if gain else []
+
+    def control_of(self, req: Any) -> RequestControl:
+        """Return what a request asks of kvcore. It is read once, and kept at the request."""
+        found: RequestControl | None = getattr(req, hooks.CONTROL, None)
+        if found is None:
+            found = self._controls.read(req.rid, wishes_of(req))
+            setattr(req, hooks.CONTROL, found)
+        return found
+
+    def keeps_out(self, req: Any) -> bool:
+        """Return True if a request must stay out of SGLang's tree, the same on all ranks.
+
+        That is so if it asks not to be saved, and kvcore cannot tell whose KV the tree takes.
+        """
+        return not hooks.fit(hooks.SAVE_HOOKS) and not self.control_of(req).saves_all
 
     def _prompt(self, req: Any, tokens: Tokens) -> Asking | None:
         """Return the prompt that begins with ``tokens``, or None if that is not certain."""
@@ -428,6 +454,10 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         assert self._parts is not None
         return self._parts.served.vocabulary
 
+    def saving(self, req: Any) -> None:
+        """Note that the tree takes the KV of ``req`` from now on; None ends that."""
+        self._saving = req
+
     def begin_insert(self) -> None:
         """Begin an insert: the nodes that are offered next belong to it."""
         self._inserting = []
@@ -455,9 +485,9 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             if tokens is None or slots is None:
                 return Order()
             places = slots.cpu().numpy()
-            return leader.inserted(
-                tokens[: len(places)], self._namespace(leader, key), places, offers
-            )
+            namespace, known = self._namespace(leader, key), self._saving
+            control = FREE if known is None else self.control_of(known)
+            return leader.inserted(tokens[: len(places)], namespace, places, offers, control)
         finally:
             for offer in offers:
                 offer.open = False

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 from kvcore.config import Config
+from kvcore.connector.control import ControlReader
 from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, BlendReport
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.connector.guard import Guard, attempt
@@ -52,6 +53,7 @@ from kvcore_trtllm.requests import (
     RequestNamespaces,
     Tracked,
     Use,
+    control_of,
     excluded,
     is_dummy,
     keep,
@@ -103,6 +105,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._identity = RequestNamespaces(
             self.namespaces, min(config.trtllm.stage_wait_s, self._deadline_s)
         )
+        self._controls = ControlReader(self.metrics)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
         self._using: dict[int, Use] = {}  # the purpose of each graph in ``_users``
@@ -139,19 +142,23 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         tokens = request.get_tokens(0)
         if excluded(request):
             return self._leave(request, MissReason.UNSUPPORTED, len(tokens) - computed)
-        wish = wish_of(request, len(tokens))
+        control = control_of(request, self._controls)
+        wish = None if control.error else wish_of(request, len(tokens))
         namespace = self._identity.of(request, wish)
         if isinstance(namespace, MissReason):
             return self._leave(request, namespace, len(tokens) - computed)
         chain = KeyChain(namespace, self._block)
         chain.extend(tokens)
         tracked = Tracked(request.request_id, chain, len(tokens), computed, self._step)
+        tracked.control = control
         self._requests[request.request_id] = tracked
         if self._fusion is not None or self.manager.wants_tokens:
             tracked.tokens = list(tokens)
-        if wish is not None and computed:
+        if wish is not None and wish.options is not None and computed:
             tracked.approximate_from = 0  # its salt was used before, perhaps by a blend
             return 0, False
+        if not control.load:
+            return self._compute_all(tracked, tokens)
         if computed % self._page_tokens:
             return 0, False  # the engine copies a partly used page in its own way
         # The last token is always computed: its logits are needed.
@@ -162,6 +169,15 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         if wish is not None and (until := self._blend(tracked, wish, stop)):
             return until, False
         return self._promise(tracked, stop, hit)
+
+    def _compute_all(self, tracked: Tracked, tokens: Sequence[int]) -> tuple[int, bool]:
+        """Count a request that asks for no load. Return as `match` does."""
+        chain, computed, control = tracked.chain, tracked.device_tokens, tracked.control
+        hit = self.manager.get_match(chain.keys, chain.namespace.digest)
+        name, space = str(tracked.request_id), chain.namespace
+        self.recorder.looked_up(name, tokens, computed, hit, space, self._block, control.shown())
+        self.recorder.missed(name, control.why_no_load, len(tokens) - computed)
+        return 0, False
 
     def _leave(self, request: Any, reason: MissReason, missed: int) -> tuple[int, bool]:
         """Count a request that is computed without kvcore. Return as `match` does."""
@@ -197,7 +213,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         The engine holds none of the prompt, and host memory holds ``exact`` tokens. Returns the
         token up to which KV is promised, 0 without a blend.
         """
-        if self._fusion is None or tracked.tokens is None:
+        if self._fusion is None or tracked.tokens is None or wish.options is None:
             return 0
         request = FusionRequest(str(tracked.request_id), wish.options)
         plan = self._fusion.plan(request, tracked.tokens, tracked.chain.namespace, exact)
@@ -257,7 +273,8 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
             self.manager.wait_stores(self._config.trtllm.stage_wait_s)
             hit = self.manager.get_match(chain.keys, digest)
         name = str(tracked.request_id)
-        self.recorder.looked_up(name, tokens, computed, hit, chain.namespace, self._block)
+        shown = tracked.control.shown()
+        self.recorder.looked_up(name, tokens, computed, hit, chain.namespace, self._block, shown)
         first, last = self._blocks(computed, min(hit.depth * self._block, most))
         if first >= last or self._traits.min_load_tokens > most - computed:
             return hit
@@ -461,7 +478,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
 
     def _save_blocks(self, tracked: Tracked, blocks: int, pages: PageTables, saves: _Saves) -> None:
         chain = tracked.chain
-        blocks = min(tracked.exact_tokens(blocks * self._block) // self._block, len(chain.keys))
+        blocks = min(tracked.savable_tokens(blocks * self._block) // self._block, len(chain.keys))
         if self.disabled or blocks <= 0:
             return
         name = tracked.request_id

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore._util.log_limit import LogLimit
+from kvcore.connector.control import FREE, ControlReader, RequestControl
 from kvcore.connector.fusion_scheduler import FusionRequest
 from kvcore.errors import ConfigError, KVCoreError
 from kvcore.fusion.options import FusionOptions
@@ -19,7 +20,7 @@ from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.telemetry.metrics import MissReason
 from kvcore.transfer.graph import Span
-from kvcore_trtllm.salt import Wish, read_salt
+from kvcore_trtllm.salt import Wish, open_salt, read_salt
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 
@@ -64,6 +65,7 @@ class Tracked:
         tokens: all tokens, kept if fusion or the manager needs them.
         learned: the blocks whose tokens fusion has learned.
         lost: its promised tokens did not come, and were counted as failed.
+        control: what it asks of kvcore.
     """
 
     request_id: int
@@ -83,6 +85,7 @@ class Tracked:
     tokens: list[int] | None = None
     learned: int = 0
     lost: bool = False
+    control: RequestControl = FREE
 
     def receive(self, new_tokens: Sequence[int]) -> None:
         """Append the tokens that the engine reports, except those that are known already."""
@@ -97,10 +100,10 @@ class Tracked:
         if self.tokens is not None:
             self.tokens.extend(fresh)
 
-    def exact_tokens(self, tokens: int) -> int:
-        """Return how many of the first ``tokens`` have exact KV."""
+    def savable_tokens(self, tokens: int) -> int:
+        """Return how many of the first ``tokens`` have exact KV and may be saved."""
         known = self.approximate_from
-        return tokens if known is None else min(tokens, known)
+        return self.control.savable(tokens if known is None else min(tokens, known))
 
 
 def keep(
@@ -157,6 +160,15 @@ def excluded(request: Any) -> bool:
     return bool(set(getattr(request, "py_multimodal_data", None) or ()) - _POSITIONS)
 
 
+def control_of(request: Any, controls: ControlReader) -> RequestControl:
+    """Return what a request asks of kvcore in its salt. Call once a request: it is counted."""
+    name = request.request_id
+    try:
+        return controls.read(name, open_salt(getattr(request, "cache_salt", None)))
+    except ConfigError as error:
+        return controls.refuse(name, "kvcore", str(error))
+
+
 def wish_of(request: Any, tokens: int) -> Wish | None:
     """Return the fusion options in the request's salt, or None if there are none.
 
@@ -168,7 +180,7 @@ def wish_of(request: Any, tokens: int) -> Wish | None:
     except ConfigError as error:
         _log.warning("request %s is answered without fusion: %s", request.request_id, error)
         return None
-    if wish is not None and _has_lora(request):
+    if wish is not None and wish.options is not None and _has_lora(request):
         _log.debug("request %s has an adapter: no fusion", request.request_id)
         return wish._replace(options=FusionOptions(enabled=False))
     return wish

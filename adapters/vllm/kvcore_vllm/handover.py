@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore.connector.clients import Clients
+from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.disagg import accepted, promised
 from kvcore.manager.base import Manager, Promise
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Metrics
+from kvcore_vllm.requests import asked_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -50,7 +52,7 @@ class Handover:
         """
         if not self._clients.rights(chain.namespace).promises:
             return None
-        asked = _asked(request)
+        asked = asked_of(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
         return accepted(told, chain, self._wait_s, request.request_id, self._metrics)
 
@@ -62,15 +64,18 @@ class Handover:
         reused: dict[str, int],
         fusion: dict[str, Any],
         record: dict[str, Any] | None,
+        control: RequestControl = FREE,
     ) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` for the client of a request that has ended, or None.
 
         They hold the report that the client asked for, and a promise of the prompt's KV, as far as
-        the client may have them.
+        the client may have them. What its ``control`` was understood to be is always told: it is
+        about nobody else.
         """
         rights = self._clients.rights(chain.namespace)
-        answer: dict[str, Any] = {}
-        if rights.tokens and _asked(request):
+        shown = control.shown()
+        answer: dict[str, Any] = {"asked": shown} if shown else {}
+        if rights.tokens and asked_of(request):
             answer |= {"reused_tokens": sum(reused.values()), "tiers": reused}
             answer |= {"explain": record} if rights.explain and record is not None else {}
             answer |= {"fusion": fusion} if fusion else {}
@@ -83,8 +88,3 @@ class Handover:
     def _is_promised(self, request: Request) -> bool:
         params = request.kv_transfer_params or {}
         return self._produces or bool(params.get("do_remote_decode"))
-
-
-def _asked(request: Request) -> Any:
-    """Return what the request has for kvcore, of any type; None if it has nothing."""
-    return (request.kv_transfer_params or {}).get("kvcore")

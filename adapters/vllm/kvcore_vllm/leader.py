@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvcore.config import Config
 from kvcore.connector.clients import Clients
+from kvcore.connector.control import ControlReader
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.messages import StepReport
@@ -105,7 +106,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._outbox = outbox
         self._events: list[Event] = []
         identities = RequestIdentities(self.namespaces, media, self._deadline_s)
-        self._requests = TrackedRequests(identities, self._block, self._fusion)
+        controls = ControlReader(self.metrics)
+        self._requests = TrackedRequests(identities, self._block, self._fusion, controls)
         self._unserved: dict[str, tuple[MissReason, int]] = {}  # looked up, and not scheduled yet
         self._due = DueRequests()
         self._decode_run = decode_run(self._block, model.single_group)
@@ -145,12 +147,17 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         # The last token is always computed: its logits are needed.
         most = (request.num_tokens - 1) // self._block
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest, most)
+        control = tracked.control
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
         tracked.new = False
-        if self.manager.ask_stores(hit, computed // self._block, promise):
+        if control.load and self.manager.ask_stores(hit, computed // self._block, promise):
             return None, False
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
-        self.recorder.looked_up(name, tokens, computed, hit, space, self._block)
+        self.recorder.looked_up(name, tokens, computed, hit, space, self._block, control.shown())
+        if not control.load:
+            missed = len(tokens) - computed
+            tracked.count_miss = partial(self.recorder.missed, name, control.why_no_load, missed)
+            return 0, False
         tracked.hit = hit
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
@@ -488,7 +495,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             if tracked is None or not tracked.may_save or pages is None:
                 continue
             for boundary, states in sorted(self._whole_points(offered).items()):
-                if boundary <= self._most_saved(tracked.request):
+                if boundary <= tracked.control.savable(self._most_saved(tracked.request)):
                     lane = self._plan.late_saves.append
                     self._save_blocks(tracked, boundary // self._block, pages, lane, states)
 
@@ -623,7 +630,13 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
         return self._handover.reply(
-            request, tracked.chain, tracked.saved_blocks, tracked.reused, fusion, record
+            request,
+            tracked.chain,
+            tracked.saved_blocks,
+            tracked.reused,
+            fusion,
+            record,
+            tracked.control,
         )
 
     # -- upkeep -----------------------------------------------------------------------------

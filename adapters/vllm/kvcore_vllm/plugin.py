@@ -1,7 +1,8 @@
 """The plugin for vLLM. Imports neither vLLM nor torch.
 
 kvcore.plugins        this module      offers vLLM to `kvcore plugins` and `kvcore serve`
-vllm.general_plugins  register()       registers the connector in each of vLLM's processes
+vllm.general_plugins  register()       registers the connector in each of vLLM's processes, and
+                                       switches it on (`kvcore_vllm.switch`)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 from kvcore.engines.spec import EngineSpec
 from kvcore.log import get_logger
 from kvcore.plugins.hookspecs import hookimpl
+from kvcore_vllm import switch
 from kvcore_vllm.engine import CONNECTOR, CONNECTOR_MODULE, ENGINE, verdict
 
 _log = get_logger("kvcore.vllm.plugin")
@@ -23,7 +25,7 @@ def kvcore_engines() -> list[EngineSpec]:
 
 
 def register() -> None:
-    """Register the connector with vLLM by name. Never raises.
+    """Register the connector with vLLM by name, and switch it on if the settings do. Never raises.
 
     This is an entry point of vLLM, called once or more in the front end, the engine core and every
     worker. An error here would stop vLLM even for users who do not use kvcore. vLLM gets the class
@@ -34,11 +36,13 @@ def register() -> None:
 
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     except ValueError:  # registered by an earlier call in this process
-        return
+        pass
     except Exception:  # noqa: BLE001 - an engine that moved on must still start
         _log.exception("connector_not_registered", connector=CONNECTOR)
         return
-    _log.debug("connector_registered", connector=CONNECTOR)
+    else:
+        _log.debug("connector_registered", connector=CONNECTOR)
+    switch.install()
 
 
 def __getattr__(name: str) -> Any:

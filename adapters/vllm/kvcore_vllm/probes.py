@@ -12,6 +12,7 @@ FUSION = "blends"
 TIER_PROBE = "secondary tier"
 LORA = "blends with LoRA"
 STATES = "states"
+SWITCH_PROBE = "switch"
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 _BASE = f"{_CONNECTOR}.v1.base"
@@ -415,6 +416,24 @@ PROBES = (
             *(Binds(f"{_BACKENDS}.{writer}.do_kv_cache_update", 5) for writer in _WRITERS),
         ),
         without="exact prefixes only",
+    ),
+    Probe(
+        SWITCH_PROBE,
+        "to be used where vLLM's arguments name no connector",
+        (
+            Takes(
+                "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+                ("self", "usage_context", "headless"),
+            ),
+            Fields("vllm.engine.arg_utils:EngineArgs", "kv_transfer_config", "kv_offloading_size"),
+            Fields(
+                "vllm.config:KVTransferConfig",
+                "kv_connector",
+                "kv_role",
+                "kv_load_failure_policy",
+            ),
+        ),
+        without="vllm.switch_on has no effect",
     ),
     Probe(
         LORA,

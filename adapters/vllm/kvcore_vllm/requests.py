@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore._util.log_limit import LogLimit
+from kvcore.connector.control import ControlReader
 from kvcore.errors import UnsupportedError
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import MissReason
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-__all__ = ["TrackedRequests"]
+__all__ = ["TrackedRequests", "asked_of"]
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
@@ -34,16 +36,21 @@ class TrackedRequests(dict[str, Tracked]):
 
     A request is served if its tokens, its media and its adapter determine its KV. ``identities``
     tell these apart, blocks have ``block_tokens`` tokens, and ``fusion`` is None if nothing is
-    blended. The scheduling thread owns it.
+    blended. ``controls`` read what a request asks of kvcore. The scheduling thread owns it.
     """
 
     def __init__(
-        self, identities: RequestIdentities, block_tokens: int, fusion: VllmFusionScheduler | None
+        self,
+        identities: RequestIdentities,
+        block_tokens: int,
+        fusion: VllmFusionScheduler | None,
+        controls: ControlReader,
     ) -> None:
         super().__init__()
         self._identities = identities
         self._block = block_tokens
         self._fusion = fusion
+        self._controls = controls
         self._unserved: dict[str, _Unserved] = {}
         self._log_limit = LogLimit(every_s=600.0)
 
@@ -73,7 +80,8 @@ class TrackedRequests(dict[str, Tracked]):
         chain = KeyChain(identity.namespace, self._block)
         tracked = Tracked(request, chain, identity.extras)
         self[request.request_id] = tracked
-        if self._fusion is not None:
+        tracked.control = self._controls.read(request.request_id, asked_of(request))
+        if self._fusion is not None and tracked.control.load:
             tracked.fusing = self._fusion.track(request)
         return tracked
 
@@ -113,6 +121,12 @@ class TrackedRequests(dict[str, Tracked]):
         """Load and save nothing more for the requests that are known now."""
         for tracked in self.values():
             tracked.may_load = tracked.may_save = False
+
+
+def asked_of(request: Request) -> Any:
+    """Return what the request has for kvcore, of any type; None if it has nothing."""
+    params = request.kv_transfer_params
+    return params.get("kvcore") if isinstance(params, Mapping) else None
 
 
 def _is_supported(request: Request) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.manager import Hit
 from kvcore.manager.load_advisor import PlanMemo
@@ -53,6 +54,7 @@ class Tracked:
         saved_blocks: the blocks at its start that need no further save.
         new: the request has not been looked up yet.
         join_until: the monotonic time until which it waits for another request's load.
+        control: what it asks of kvcore.
     """
 
     request: Request
@@ -73,11 +75,12 @@ class Tracked:
     memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
     join_until: float | None = None
+    control: RequestControl = FREE
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Return how many whole blocks of the first ``tokens`` have exact KV and may be saved."""
         exact = tokens if self.fusing is None else self.fusing.exact_tokens(tokens)
-        return exact // block_tokens
+        return self.control.savable(exact) // block_tokens
 
     def make_keys(self) -> None:
         """Hash the tokens that the request has got since the last call into its keys."""

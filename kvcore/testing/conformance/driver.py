@@ -39,6 +39,7 @@ class Capability(Enum):
     SALT = "tenant salts"
     LORA = "LoRA"
     FUSION = "fusion"
+    CONTROL = "options not to load and not to save"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Ask:
     """One greedy request.
 
     With ``abort_after``, the request is aborted after that many tokens (0: at once). ``fusion``
-    takes the options of `kvcore.fusion.options`; None asks for exact KV.
+    takes the options of `kvcore.fusion.options`; None asks for exact KV. ``asked`` takes the
+    options of `kvcore.connector.control`.
     """
 
     tokens: Sequence[int]
@@ -88,6 +90,7 @@ class Ask:
     salt: str | None = None
     lora: Path | None = None
     fusion: Mapping[str, Any] | None = None
+    asked: Mapping[str, Any] | None = None
     abort_after: int | None = None
 
 

@@ -160,6 +160,7 @@ class ProcessEngine(Engine):
                 lora=ask.lora,
                 abort_after=ask.abort_after,
                 fusion=dict(ask.fusion) if ask.fusion is not None else {"enabled": False},
+                asked=None if ask.asked is None else dict(ask.asked),
             )
             for ask in asks
         ]

@@ -59,6 +59,7 @@ class InProcess(Engine):
                 salt=ask.salt or "",
                 fusion=_wishes(ask),
                 lora=ask.lora,
+                asked=None if ask.asked is None else dict(ask.asked),
             )
             for ask in asks
         ]

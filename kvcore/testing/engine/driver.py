@@ -102,6 +102,7 @@ class Driver(EngineDriver):
             fusion=_wishes(prompt.fusion, len(tokens)),
             lora=Path(prompt.lora) if prompt.lora else None,
             promise=prompt.promise,
+            asked=prompt.asked,
         )
         done = asyncio.get_running_loop().create_future()
         asked = _Asked(prompt.request_id, request, done, prompt.abort_after)

@@ -284,12 +284,13 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         fusion: FusionOptions | None = None,
         lora: Path | None = None,
         promise: dict[str, Any] | None = None,
+        asked: Any = None,
     ) -> Request:
         """Queue a request and return it.
 
         ``lora`` is a folder of LoRA weights in PEFT's format. ``promise`` is what another engine
-        offered for the prompt (`Request.promised`). Raises CapacityError if the request can never
-        run.
+        offered for the prompt (`Request.promised`). ``asked`` is what the client has for kvcore
+        (`kvcore.connector.control`). Raises CapacityError if the request can never run.
         """
         needed = self.table.pages_for(len(tokens) + max_tokens)
         if needed > self.table.num_pages:
@@ -297,7 +298,13 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
                 f"a request needs {needed} pages, but there are {self.table.num_pages}; give more"
             )
         request = Request(
-            next(self._ids), list(tokens), max_tokens, salt, lora=lora, promise=promise
+            next(self._ids),
+            list(tokens),
+            max_tokens,
+            salt,
+            lora=lora,
+            promise=promise,
+            asked=asked,
         )
         if fusion is not None:
             request.fusion = fusion

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvcore.config import Config
+from kvcore.connector.control import ControlReader, RequestControl
 from kvcore.connector.disagg import accepted, promised
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
@@ -81,9 +82,11 @@ class _Tracked:
         new: the request has not been looked up yet.
         is_current: the tiers were not cleared since the request arrived. Otherwise it neither
             loads nor saves any more.
+        control: what it asks of kvcore.
     """
 
     chain: KeyChain
+    control: RequestControl
     saved_blocks: int = 0
     attempts: int = 0
     fetched: bool = False
@@ -129,6 +132,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         self.sync: dict[int, TransferGraph] = {}
         """The loads that the next forward waits for, layer by layer."""
         self._copies = transport
+        self._controls = ControlReader(self.metrics)
         self._produces = produces
         self._promise_s = promise_s
         self._tracked: dict[int, _Tracked] = {}
@@ -146,11 +150,16 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         if self.disabled or not tracked.may_load:
             return None
         tokens = len(request.tokens)
+        control = tracked.control
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
-        if self.manager.ask_stores(hit, computed // self._block, self._promise(request, tracked)):
+        promise = self._promise(request, tracked)
+        if control.load and self.manager.ask_stores(hit, computed // self._block, promise):
             return Lookup(hit, computed, computed, wait=True)
-        name, space = str(request.request_id), tracked.chain.namespace
-        self.recorder.looked_up(name, request.tokens, computed, hit, space, self._block)
+        name, space, shown = str(request.request_id), tracked.chain.namespace, control.shown()
+        self.recorder.looked_up(name, request.tokens, computed, hit, space, self._block, shown)
+        if not control.load:
+            self.recorder.missed(name, control.why_no_load, tokens - computed)
+            return None
         # The last token is always computed: its logits are wanted.
         stop = min(hit.depth * self._block, tokens - 1)
         if self._fusion is not None:
@@ -185,7 +194,8 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             chain = KeyChain(self.namespace_of(request), self._block)
-            tracked = self._tracked[request.request_id] = _Tracked(chain)
+            control = self._controls.read(request.request_id, request.asked)
+            tracked = self._tracked[request.request_id] = _Tracked(chain, control)
         tracked.chain.extend(request.tokens[tracked.chain.num_tokens :])
         return tracked
 
@@ -378,7 +388,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         if len(request.answer) == 1:
             self.recorder.step(str(request.request_id), "prefill")
         tracked = self._track(request)
-        blocks = min(request.exact, len(request.tokens)) // self._block
+        blocks = tracked.control.savable(min(request.exact, len(request.tokens))) // self._block
         if blocks <= tracked.saved_blocks or self.disabled or not tracked.is_current:
             return
         pages, known = [request.pages], tracked.saved_blocks

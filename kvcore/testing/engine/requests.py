@@ -39,7 +39,7 @@ class Request:
     comes from a blend: no KV from there on is stored as exact. ``reused`` counts the tokens that
     kvcore provided, by tier. ``lora`` is the folder of the request's LoRA weights. ``promise`` is
     what a prefill engine offered for the prompt, and ``promised`` what this engine offers once the
-    request is done.
+    request is done. ``asked`` is what its client has for kvcore, of any type.
     """
 
     request_id: int
@@ -58,6 +58,7 @@ class Request:
     blended_tokens: int = 0
     promise: dict[str, Any] | None = None
     promised: dict[str, Any] | None = None
+    asked: Any = None
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)

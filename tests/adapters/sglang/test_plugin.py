@@ -72,6 +72,9 @@ class Linker:
     def asked(self) -> None:
         self.calls.append("asked")
 
+    def keeps_out(self, req: Any) -> bool:
+        return False
+
     def begin_insert(self) -> None:
         self.calls.append("begin")
 

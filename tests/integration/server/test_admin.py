@@ -218,6 +218,64 @@ def test_a_pin_survives_pressure_until_it_is_undone(opened: Open) -> None:
     assert depths(space, ann)[0] == 0
 
 
+def test_a_pin_with_a_time_to_live_ends_by_itself(opened: Open, audit: Path) -> None:
+    space, clock = opened(host="24KiB"), Clock()
+    space.admin._clock, space.admin._swept = clock, clock.now
+    ann, bob = save(space, "ann", words(1, 48)), save(space, "bob", words(9, 16))
+    where, other = (o.BlockFilter(tenant=name, tier=HOST) for name in ("ann", "bob"))
+
+    def listed() -> dict[str, Any]:
+        told = order(space, o.ListBlocks(o.BlockFilter(tenant="ann"), prompts=True))
+        [prompt] = told["prompts"]
+        return {"pins": told["pins"], "pinned": prompt["pinned"], "left": prompt["left_s"]}
+
+    told = order(space, o.PinBlocks(where, ttl_s=60.0))
+    assert told == {"blocks": 3, "bytes": 3 * BLOCK, "prompts": 1, "ttl_s": 60.0}
+    order(space, o.PinBlocks(other))
+    assert listed() == {"pins": 2, "pinned": [HOST], "left": {HOST: 60.0}}
+    clock.now += 59.5
+    assert listed() == {"pins": 2, "pinned": [HOST], "left": {HOST: 0.5}}
+    for seed in range(2, 8):
+        save(space, "bob", words(seed, 32))
+    assert depths(space, ann)[0] == 3, "evicted before its time"
+    assert order(space, o.PinBlocks(where, ttl_s=100.0))["prompts"] == 0, "no new pin"
+    clock.now += 99.0
+    assert listed()["left"] == {HOST: 1.0}, "the time was not set anew"
+    clock.now += 1.0
+    space.tick()
+    for seed in range(10, 16):
+        save(space, "bob", words(seed, 32))
+    assert depths(space, ann)[0] == 0, "pinned beyond its time"
+    assert depths(space, bob)[0] == 1, "a pin without an end has ended"
+    assert order(space, o.ListBlocks())["pins"] == 1
+    [first, *_] = lines(audit)
+    assert (first["order"], first["ttl_s"]) == ("pin", 60.0)
+
+
+def test_a_listing_shows_no_pin_whose_time_is_over(opened: Open) -> None:
+    """Also where nothing has happened since: an idle engine takes no step."""
+    space, clock = opened(), Clock()
+    space.admin._clock, space.admin._swept = clock, clock.now
+    save(space, "ann", words(1, 48))
+    order(space, o.PinBlocks(o.BlockFilter(tier=HOST), ttl_s=1e-3))
+    clock.now += 1e-3
+    told: list[Any] = []
+    space.admin.begin(o.ListBlocks(prompts=True), WHO, told.append)
+    assert told[0]["pins"] == 0
+    assert [prompt["pinned"] for prompt in told[0]["prompts"]] == [[]]
+
+
+def test_a_pin_again_without_a_time_has_no_end(opened: Open) -> None:
+    space, clock = opened(), Clock()
+    space.admin._clock, space.admin._swept = clock, clock.now
+    save(space, "ann", words(1, 48))
+    order(space, o.PinBlocks(o.BlockFilter(tier=HOST), ttl_s=5.0))
+    order(space, o.PinBlocks(o.BlockFilter(tier=HOST)))
+    clock.now += 1e9
+    space.tick()
+    assert order(space, o.ListBlocks())["pins"] == 1
+
+
 def test_quotas_of_settings_and_of_orders_hold(opened: Open, audit: Path) -> None:
     space = opened(quota={"host": str(3 * BLOCK), "disk": "10%"})
     bob = save(space, "bob", words(1, 64))

@@ -112,6 +112,11 @@ def test_answers_are_the_same_through_every_order(
     mine = ["tenant=ann", f"tokens={tokens}"]
     assert ctl(file, "pin", *mine)["prompts"] == 2
     assert ctl(file, "quota", "set", "ann", "host", "0")["evicted"] == 0, "they are pinned"
+    assert ctl(file, "pin", *mine, "--ttl", "90")["ttl_s"] == 90
+    listed = ctl(file, "list", *mine, "--prompts")["prompts"]
+    left = [seconds for prompt in listed for seconds in prompt["left_s"].values()]
+    assert left
+    assert all(60 < seconds <= 90 for seconds in left)
     assert ctl(file, "unpin", "all")["prompts"] == 2
     assert ctl(file, "quota", "set", "ann", "host", "0")["evicted"] == 6
     assert loaded("a") == {"disk": 96}
@@ -128,9 +133,9 @@ def test_answers_are_the_same_through_every_order(
     assert loaded("a") == {}
     written = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert {line["who"] for line in written} == {ME}
-    assert [line["state"] for line in written] == ["begun", "done"] * 8
+    assert [line["state"] for line in written] == ["begun", "done"] * 9
     assert [line["order"] for line in written[::2]] == [
-        "pin", "quota", "unpin", "quota", "quota", "prefetch", "move", "clear",
+        "pin", "quota", "pin", "unpin", "quota", "quota", "prefetch", "move", "clear",
     ]  # fmt: skip
     assert str(prompt[0]) not in json.dumps([line.get("key") for line in written])
     _scraped(config)

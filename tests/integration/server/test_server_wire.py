@@ -117,6 +117,7 @@ WHERE = st.builds(
 ORDERS = st.one_of(
     st.builds(o.ListBlocks, WHERE, st.booleans(), COUNTS),
     st.builds(o.PinBlocks, WHERE),
+    st.builds(o.PinBlocks, WHERE, st.none() | st.floats(1e-9, o.MAX_TTL_S)),
     st.builds(o.UnpinBlocks, WHERE),
     st.builds(o.MoveBlocks, WHERE, NAMES),
     st.builds(o.PrefetchBlocks, WHERE),

@@ -19,6 +19,7 @@ from kvcore.config import load_config
 from kvcore.plugins import PluginManager
 
 ENGINE = """
+from kvcore.engines.spec import Switch
 from kvcore.plugins import EngineSpec, hookimpl
 from kvcore.engines.probes import Has, Probe
 
@@ -27,7 +28,11 @@ def kvcore_engines():
     def probes():
         return [Probe("gate", "to get in", (Has("pytest:" + {name!r}),))]
 
-    return [EngineSpec("toy", ("pytest",), None, lambda: "", "pytest", ("7.0",), probes)]
+    def switch(config):
+        on = config.vllm.switch_on
+        return Switch(on, "on: why" if on else "off: why", "change it" if on else "")
+
+    return [EngineSpec("toy", ("pytest",), None, lambda: "", "pytest", ("7.0",), probes, switch)]
 """
 SMALL = {"host": {"capacity": 1 << 20}}
 
@@ -47,6 +52,13 @@ def look(plugin: Callable[[str, str], EntryPoint]) -> Callable[..., dict[str, Fi
         return worst
 
     return examine
+
+
+def test_it_says_whether_an_engine_starts_with_kvcore_and_why(look: Any) -> None:
+    off, on = look(), look(vllm={"switch_on": True})
+    about = "start of toy"
+    assert (off[about].level, off[about].found) == (Level.GOOD, "off: why")
+    assert (on[about].level, on[about].change) == (Level.WARNING, "change it")
 
 
 def test_a_machine_in_order_has_no_problem(look: Any, tmp_path: Path) -> None:

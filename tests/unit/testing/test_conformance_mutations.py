@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from msgspec import structs
 
 pytest.importorskip("transformers")
 
+from kvcore.connector.control import RequestControl
 from kvcore.connector.page_table import Paging
 from kvcore.fusion import ops
 from kvcore.manager.base import Lane
@@ -26,7 +28,7 @@ from kvcore.testing.conformance import CASES, Driver, Kit, find_driver
 from kvcore.testing.conformance.reference import ReferenceDriver
 from kvcore.testing.engine import ReferenceEngine, Request
 from kvcore.testing.engine.fusing import RankBlender
-from kvcore.testing.engine.leader import Leader
+from kvcore.testing.engine.leader import Leader, Lookup
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.transport import DirectTransport
 from kvcore.transfer.graph import SKIP, OpReport, Priority, TransferGraph, UnitTable
@@ -99,6 +101,24 @@ class MissingLora(Leader):
 
     def namespace_of(self, request: Request) -> Namespace:
         return self.namespaces.of(salt=request.salt)
+
+
+class DeafToLoads(Leader):
+    """A request is loaded whatever it asks."""
+
+    def lookup(self, request: Request, computed: int) -> Lookup | None:
+        tracked = self._track(request)
+        if not tracked.control.error:
+            tracked.control = RequestControl(True, *structs.astuple(tracked.control)[1:])
+        return super().lookup(request, computed)
+
+
+class DeafToSaves(Leader):
+    """A request is saved whatever it asks."""
+
+    def save(self, request: Request) -> None:
+        self._track(request).control = RequestControl()
+        super().save(request)
 
 
 class OneFingerprint(ReferenceEngine):
@@ -176,7 +196,8 @@ def fails(tmp_path: Path) -> Callable[..., None]:
         with Kit(driver, tmp_path, partners=partners) as kit:
             assert not case.lacks(kit)
             with pytest.raises(
-                AssertionError, match=r"differ|oracle|were stored|wrote|another model|\{0: 0"
+                AssertionError,
+                match=r"differ|oracle|were stored|wrote|another model|\{0: 0|to be computed|saved",
             ):
                 case.run(kit)
 
@@ -210,6 +231,11 @@ def test_a_salt_that_is_left_out(fails: Callable[..., None]) -> None:
 
 def test_lora_weights_that_are_left_out(fails: Callable[..., None]) -> None:
     fails(planted(leader_type=MissingLora), "lora-kept-apart")
+
+
+@pytest.mark.parametrize("leader", [DeafToLoads, DeafToSaves])
+def test_wishes_that_are_not_heard(fails: Callable[..., None], leader: type[Leader]) -> None:
+    fails(planted(leader_type=leader), "as-the-request-asks")
 
 
 @pytest.mark.parametrize("case", ["another-rope-is-apart", "another-revision-is-apart"])

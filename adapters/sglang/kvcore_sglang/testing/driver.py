@@ -137,7 +137,7 @@ class Driver(EngineDriver):
         if prompt.lora or prompt.image or prompt.promise is not None:
             raise UnsupportedError("the driver of SGLang takes text without LoRA or a promise")
         kind = "prompt" if isinstance(prompt.prompt, str) else "input_ids"
-        wishes = {} if prompt.fusion is None else {"custom_params": _wishes(prompt.fusion)}
+        wishes = _wishes(prompt)
         trace = {"traceparent": prompt.traceparent} if prompt.traceparent else None
         got = _Collected(prompt.request_id)
         outputs = await self._engine.async_generate(
@@ -394,9 +394,13 @@ def _attend_latents_in_torch(architecture: str) -> None:
     )
 
 
-def _wishes(fusion: dict[str, Any]) -> dict[str, str]:
-    """Return a request's fusion options in the form in which SGLang passes them on."""
-    return {"kvcore": json.dumps({"fusion": fusion})}
+def _wishes(prompt: Prompt) -> dict[str, Any]:
+    """Return a request's options for kvcore in the form in which SGLang passes them on."""
+    asked = {} if prompt.fusion is None else {"fusion": prompt.fusion}
+    if isinstance(prompt.asked, dict):
+        asked |= prompt.asked
+    text = prompt.asked if isinstance(prompt.asked, str) else json.dumps(asked)
+    return {"custom_params": {"kvcore": text}} if asked or text != "{}" else {}
 
 
 def preload(model: str) -> Collection[str] | None:

@@ -19,7 +19,7 @@ from kvcore.errors import TransferError
 from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Capability, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total
 from kvcore.testing.conformance.reference import searching, settings
-from kvcore_trtllm.salt import fusion_salt
+from kvcore_trtllm.salt import fusion_salt, request_salt
 from kvcore_trtllm.testing import Harness, HarnessArgs, Limits, LlmRequest, State, installed
 from kvcore_trtllm.testing.model import load
 
@@ -141,7 +141,9 @@ class InHarness(Engine):
 
 
 def _salt(ask: Ask) -> str | None:
-    """Return the salt of a request, by which it also asks for fusion."""
+    """Return the salt of a request, by which it also asks something of kvcore."""
+    if ask.asked is not None:
+        return request_salt(ask.salt or "", ask.fusion, **ask.asked)
     return ask.salt if ask.fusion is None else fusion_salt(ask.salt or "", **ask.fusion)
 
 

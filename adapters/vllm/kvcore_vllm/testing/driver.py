@@ -115,7 +115,7 @@ class Driver(EngineDriver):
             ignore_eos=prompt.ignore_eos,
             logprobs=prompt.likeliest or (0 if prompt.logprobs else None),
             output_kind=RequestOutputKind.DELTA,
-            extra_args=self._extra_args(prompt.fusion, prompt.promise),
+            extra_args=self._extra_args(prompt),
         )
         adapter = self._lora_request(prompt.lora) if prompt.lora else None
         headers = {"traceparent": prompt.traceparent} if prompt.traceparent else None
@@ -130,14 +130,14 @@ class Driver(EngineDriver):
         await self.collect(prompt, outputs, got, to_the_end=False)
         return got.reply()
 
-    def _extra_args(
-        self, fusion: dict[str, Any] | None, promise: dict[str, Any] | None
-    ) -> dict[str, Any] | None:
+    def _extra_args(self, prompt: Prompt) -> dict[str, Any] | None:
         """Return a request's options for kvcore, which ask for a report; None without kvcore."""
         if not self._asks:
             return None
-        wishes = {"report": True, "fusion": fusion, "promise": promise}
+        wishes = {"report": True, "fusion": prompt.fusion, "promise": prompt.promise}
         asked = {name: wish for name, wish in wishes.items() if wish is not None}
+        if prompt.asked is not None:
+            asked = {**asked, **prompt.asked} if isinstance(prompt.asked, dict) else prompt.asked
         return {"kv_transfer_params": {"kvcore": asked}}
 
     def _lora_request(self, folder: str) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from kvcore.connector.control import CONTROLS
 from kvcore.testing.conformance.cases.equality import prompts
-from kvcore.testing.conformance.driver import Ask
+from kvcore.testing.conformance.driver import Ask, Capability
 from kvcore.testing.conformance.kit import BLOCK, Kit, case
 
 LOOKED_UP = "kvcore_lookup_tokens_total"
@@ -90,6 +94,51 @@ def held_is_no_miss(kit: Kit) -> None:
             counts = f"{hit} + {miss} tokens counted of {asked}; the engine held {own} of {prompt}"
             assert answer.reused_tokens == hit == reused, f"{counts}, {reused} can be reused"
             assert hit + miss == asked, counts
+
+
+@case("accounting", Capability.CONTROL)
+def as_the_request_asks(kit: Kit) -> None:
+    """A request that asks for no load or save gets none; one that cannot be read gets neither."""
+    asked = "kvcore_request_controls_total"
+    seed = itertools.count(3500)
+
+    def followed(**labels: str) -> float:
+        return engine.counted(asked, **labels)
+
+    def reused_after(tokens: Sequence[int], **options: Any) -> int:
+        """Return the tokens that are reused of a text that was asked once with ``options``."""
+        first, second = Ask(tokens, asked=options or None), Ask(tokens)
+        kit.assert_same(engine.ask([first]), [second])
+        engine.settle()
+        engine.forget()
+        [answer] = engine.ask([second])
+        kit.assert_same([answer], [second])
+        engine.settle()
+        engine.forget()
+        return answer.reused_tokens
+
+    with kit.engine() as engine:
+        before = {name: followed(option=name) for name in CONTROLS}
+        text = kit.tokens(next(seed), 200)
+        whole = kit.reusable(Ask(text))
+        assert reused_after(text) == whole
+        plain = Ask(text, asked={"load": False})
+        [answer] = engine.ask([plain])
+        kit.assert_same([answer], [Ask(text)])
+        assert answer.reused_tokens == 0, "it asked to be computed"
+        engine.settle()
+        engine.forget()
+        assert reused_after(kit.tokens(next(seed), 200), load=False) == whole, "it may be saved"
+        assert reused_after(kit.tokens(next(seed), 200), save=False) == 0, "it was saved"
+        few = reused_after(kit.tokens(next(seed), 200), save_tokens=100)
+        assert few == kit.driver.reuses(200, 100, BLOCK), f"{few} of its first 100 tokens"
+        assert reused_after(kit.tokens(next(seed), 200), save_tokens=-1) == 0
+        assert reused_after(kit.tokens(next(seed), 200), save="no", load=True) == 0
+        assert engine.counted("kvcore_misses_total", reason="asked") >= 1
+        assert followed(option="save_tokens", outcome="unreadable") >= 1
+        for name in CONTROLS:
+            assert followed(option=name) > before[name], f"{name} was not counted"
+        engine.check()
 
 
 @case("accounting")
