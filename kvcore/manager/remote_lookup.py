@@ -135,7 +135,7 @@ class StoreLookup:
         They are behind block ``beyond``. None is worth it if the longest was not there a moment
         ago, and a point is not of which a row could not be read.
         """
-        found = {}
+        found: dict[bytes, int] = {}
         for end in range(points.boundary(len(keys)), beyond, -points.every):
             *rows, last = point_keys(keys[end - 1], points.rows)
             if self._is_absent(last):
