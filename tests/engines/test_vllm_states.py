@@ -167,7 +167,9 @@ def test_answers_are_those_of_the_engine_alone(served: Served) -> None:
 
 
 def test_a_prompt_goes_on_from_its_last_state(served: Served) -> None:
-    prompts = [prompt(10), prompt(11, 2 * served.kind.step), prompt(12, served.kind.step + 1)]
+    prompts = [prompt(10), prompt(11, 2 * served.kind.step + 1)]
+    if "vllm-0.30" not in served.kind.python:  # it keeps the state at the end of such a prompt only
+        prompts.append(prompt(12, 2 * served.kind.step))
     cold = served.ask(prompts, "last")
     for _ in range(2):
         settle_and_empty(served.process)
