@@ -29,6 +29,7 @@ APART = (
     "end_to_end",
     "decode_beside",
     "sglang_ttft",
+    "vllm_states",
     "remote",
     "protection",
 )
