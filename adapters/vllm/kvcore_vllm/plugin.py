@@ -7,6 +7,7 @@ vllm.general_plugins  register()       registers the connector in each of vLLM's
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvcore.engines.spec import EngineSpec
@@ -21,7 +22,7 @@ _log = get_logger("kvcore.vllm.plugin")
 @hookimpl
 def kvcore_engines() -> list[EngineSpec]:
     """Offer vLLM to `kvcore serve` and `kvcore plugins`."""
-    return [ENGINE]
+    return [replace(ENGINE, switch=switch.find_switch)]
 
 
 def register() -> None:
