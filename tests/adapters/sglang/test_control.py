@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 from kvcore.connector.control import ControlReader, RequestControl  # noqa: E402
 from kvcore.telemetry.metrics import Metrics  # noqa: E402
 from kvcore_sglang import hooks  # noqa: E402
-from kvcore_sglang.linker import KVCoreLinker  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from support.sglang import SETTINGS, MHATokenToKVPool, SGLangRig, text  # noqa: E402
 
@@ -25,8 +24,17 @@ def req(asked: Any, rid: str = "r") -> Any:
     return SimpleNamespace(rid=rid, sampling_params=params)
 
 
+LINKER: list[Any] = []
+"""`KVCoreLinker`, for the test that runs."""
+
+
+@pytest.fixture(autouse=True)
+def linker(linker_class: Any) -> None:
+    LINKER[:] = [linker_class]
+
+
 def linker_of(rig: SGLangRig | None) -> Any:
-    linker = object.__new__(KVCoreLinker)
+    linker = object.__new__(LINKER[0])
     metrics = Metrics() if rig is None else rig.leader.metrics
     linker._controls, linker._saving = ControlReader(metrics), None
     return linker

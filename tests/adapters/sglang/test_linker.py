@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,11 @@ torch = pytest.importorskip("torch")
 from kvcore.config import Config  # noqa: E402
 from kvcore.connector.rank_guard import RankGuard  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
-from kvcore_sglang import build, plugin  # noqa: E402
+from kvcore_sglang import build  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.gate import LayerGate  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
 from kvcore_sglang.ranks import NoLinks  # noqa: E402
-
-BASE = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
 
 
 class Leader:
@@ -95,22 +91,6 @@ class Worker:
 
     def quiesce(self, timeout: float) -> bool:
         return self.lands
-
-
-@pytest.fixture
-def linker_class(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`KVCoreLinker` over a stand-in for SGLang's base class, which it takes nothing from."""
-    base: Any = ModuleType(BASE)
-    base.UnifiedCacheLinker = object
-    names = [BASE.rsplit(".", depth)[0] for depth in range(1, BASE.count(".") + 1)]
-    for name in names:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, BASE, base)
-    monkeypatch.setattr(plugin, "_enter", lambda entrance: None)  # the probes would miss the rest
-    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker", raising=False)
-    found = importlib.import_module("kvcore_sglang.linker").KVCoreLinker
-    monkeypatch.delitem(sys.modules, "kvcore_sglang.linker")
-    return found
 
 
 def made(linker_class: Any, leader: Leader, worker: Worker) -> Any:
