@@ -149,7 +149,7 @@ def test_who_begins_to_listen_is_told_of_blocks_alone(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("model", [PLAIN, MODEL], ids=["plain", "points"])
 def test_a_subscriber_is_told_of_blocks_alone(tmp_path: Path, model: ModelDescription) -> None:
-    """Of what was held before it came, too."""
+    """A consumer that comes late is told the same of what was held before."""
     pytest.importorskip("zmq")
     from kvcore.events import Subscriber
     from kvcore.events.zmq_bus import ZmqSource

@@ -395,7 +395,7 @@ def test_the_end_of_a_query_may_be_far_from_the_longest(pointed: Leader, store: 
 
 @given(st.data())
 def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) -> None:
-    """Of any store, whatever the index holds already: all blocks before it, and its last row."""
+    """The store must hold all blocks before the point, and its last row."""
     store = Flaky()
     leader = Leader(store, points=POINTS, slots=200)
     keys = keys_of(range(data.draw(st.integers(1, 40))))
