@@ -59,6 +59,13 @@ class VllmConfig(AdapterConfig):
         "reset also removes every block from every tier of kvcore, for all engines that share it. "
         "Whether the engine still finds its KV after a reset is up to `namespace.weights_change`.",
     )
+    windows: Literal["points", "dense"] = Field(
+        default="points",
+        description="What is kept of layers with a sliding window, beside layers without one. "
+        "`points`: the end of each window, at the ends of prompts and answers, where prompts part, "
+        "and once in a while between. Hits end there. `dense`: all of it, as of the other layers, "
+        "so that a hit may end anywhere. It takes several times the space.",
+    )
     switch_on: bool = Field(
         default=False,
         description="Use kvcore in every vLLM that names no connector, without "

@@ -32,7 +32,7 @@ from kvcore.index import Event
 from kvcore.manager import Transport
 from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
-from kvcore.memory.points import StatePages
+from kvcore.memory.points import StatePages, WindowPages
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
 from kvcore.runtime.build import ManagerParts, WorkerParts
@@ -89,8 +89,8 @@ def build_leader(
     """
     if model.point is not None and config.server.address is not None:
         raise UnsupportedError(
-            "a model with states behind a server (server.address): leave the address away, so that "
-            "kvcore keeps its own host memory"
+            "a model with resume points behind a server (server.address): leave the address away, "
+            "so that kvcore keeps its own host memory"
         )
     if recorder is not None:
         on_event = recorder.listener(on_event)
@@ -230,13 +230,15 @@ def build_worker(
     rank: int,
     views: Sequence[KVView],
     states: StatePages | None = None,
+    windows: WindowPages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank``, over its own arena or over a server's.
 
-    See `kvcore.runtime.build.build_worker` for ``views``, ``states`` and the errors raised.
+    See `kvcore.runtime.build.build_worker` for ``views``, ``states``, ``windows`` and the errors
+    raised.
     """
     if config.server.address is None:
-        return runtime.build_worker(config, model, rank, views, states=states)
+        return runtime.build_worker(config, model, rank, views, states=states, windows=windows)
     from kvcore.server.worker import ServedWorker
 
     served = partial(ServedWorker, served=config, model=model, rank=rank)

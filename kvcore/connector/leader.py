@@ -136,7 +136,13 @@ class LeaderCore(ABC, Generic[F]):
         self._releases = parts.releases
         self._block = config.block.tokens
         self._deadline_s = config.transfer.load_deadline_s
-        self._paging = Paging(model.groups, self._block, no_page=traits.no_page, place=traits.place)
+        self._paging = Paging(
+            model.groups,
+            self._block,
+            no_page=traits.no_page,
+            place=traits.place,
+            point=model.point,
+        )
         self._layer_steps = tuple(layer_steps(model.shape.layers)) if traits.layerwise else ()
         self._users = PageUsers()
         self._saved: dict[int, _Saved] = {}  # by the graph of the save
@@ -214,7 +220,8 @@ class LeaderCore(ABC, Generic[F]):
         """Launch a save of those of the first ``blocks`` of a chain that no tier holds.
 
         ``states`` are the pages of the states at their end, by group: with them a resume point is
-        saved, which a model with states needs behind its blocks. Returns the graph, or None if
+        saved behind the blocks, without which no hit ends there. They are empty if the model keeps
+        windows and no states. Returns the graph, or None if
         there is nothing to save or no room. ``pages`` are the request's page tables. ``tokens`` are
         all tokens of the request, or None if they do not determine its KV. Fusion learns the tokens
         of blocks [known, blocks) when the graph has stopped using the pages, or at once if there is
@@ -244,8 +251,8 @@ class LeaderCore(ABC, Generic[F]):
         """Launch a planned save. Returns None if the engine no longer has all of its pages."""
         (start, stop), point, edge = planned.blocks, None, planned.graph.point
         if edge is not None and states is not None:
-            edge = max(edge, 0)
-            point, stop = PointPages(stop - start - edge, states), start + edge
+            blocks, edge = start + edge, max(edge, 0)
+            point, stop = PointPages(stop - start - edge, blocks, states), start + edge
         units = self._paging.whole_units(pages, start, stop, point)
         if units is None:
             self.manager.drop(planned)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcore.model.points import PointShape
 from kvcore.model.spec import LayerGroup
 from kvcore.transfer.graph import SKIP, OpReport, TransferGraph, UnitTable
 
@@ -33,10 +34,14 @@ __all__ = [
 
 
 class PointPages(NamedTuple):
-    """The pages of a resume point: its last ``rows`` rows, and the page of each group of states."""
+    """The last ``rows`` rows of the resume point behind ``blocks`` blocks.
+
+    ``states`` has the page of each group of states. Windows are in the request's page tables.
+    """
 
     rows: int
-    pages: Mapping[int, int]
+    blocks: int
+    states: Mapping[int, int]
 
 
 PageTables = Sequence[Sequence[int]]
@@ -107,6 +112,7 @@ class Paging:
     """The paging of one model in one engine: `unit_table` and `pages_of` over all layer groups.
 
     See those functions for ``no_page`` and ``place``. A group finds its page table by its index.
+    ``point`` is what resume points have, if the model keeps any.
     """
 
     def __init__(
@@ -116,7 +122,9 @@ class Paging:
         *,
         no_page: int,
         place: Place = of_one_pool,
+        point: PointShape | None = None,
     ) -> None:
+        self._point = point
         self._groups = groups
         self._block_tokens = block_tokens
         self._no_page = no_page
@@ -134,12 +142,17 @@ class Paging:
 
         With ``point``, the rows of a resume point follow.
         """
-        return [
-            self._states(group, stop - start, point)
-            if group.states
-            else _with_rows(self._table(group, pages[group.index], start, stop, from_token), point)
-            for group in self._groups
-        ]
+        found = []
+        for group in self._groups:
+            if group.of == "states":
+                found.append(self._states(group, stop - start, point))
+            elif group.of == "windows":
+                own = pages[group.index]
+                found.append(self._windows(group, own, stop - start, from_token, point))
+            else:
+                table = self._table(group, pages[group.index], start, stop, from_token)
+                found.append(_with_rows(table, point))
+        return found
 
     def whole_units(
         self, pages: PageTables, start: int, stop: int, point: PointPages | None = None
@@ -147,16 +160,64 @@ class Paging:
         """Return `units`, or None if a token has no place on the device."""
         tables = self.units(pages, start, stop)
         for group, table in zip(self._groups, tables, strict=True):
-            if has_gap(table) and not group.states:
+            if has_gap(table) and group.of == "blocks":
                 return None
-        return tables if point is None else self.units(pages, start, stop, point=point)
+        if point is None:
+            return tables
+        if not self.sees(pages, point.blocks):
+            return None
+        return self.units(pages, start, stop, point=point)
 
-    @staticmethod
-    def _states(group: LayerGroup, blocks: int, point: PointPages | None) -> UnitTable:
-        """Return the table of a group of states: a page for each row of the point."""
-        rows, page = (0, SKIP) if point is None else (point.rows, point.pages[group.index])
-        units = np.array([SKIP] * blocks + [page] * rows, dtype=np.int64)
-        return UnitTable.of(units.reshape(-1, 1), group.page_tokens)
+    def sees(self, pages: PageTables, blocks: int, start: int = 0, stop: int | None = None) -> bool:
+        """Return True if the windows of the point behind ``blocks`` blocks have their pages.
+
+        With ``stop`` the model goes on at this token, and has the tokens before ``start``.
+        """
+        assert self._point is not None
+        for window in self._point.windows:
+            group = self._groups[window.group]
+            unit, size = gcd(group.page_tokens, self._block_tokens), self._block_tokens
+            first = max(blocks - window.blocks, 0) * size
+            begin = first if stop is None else max(first, start, stop - window.before)
+            end = blocks * size if stop is None else stop
+            table = self._table(group, pages[group.index], first // size, blocks, 0).array().ravel()
+            if (table[(begin - first) // unit : -(-(end - first) // unit)] == SKIP).any():
+                return False
+        return True
+
+    def _states(self, group: LayerGroup, blocks: int, point: PointPages | None) -> UnitTable:
+        """Return the table of a group of states: a page for each row of the states."""
+        units = [SKIP] * blocks
+        if point is not None:
+            assert self._point is not None
+            before = self._point.rows(point.blocks) - point.rows
+            with_states = max(self._point.state_rows - before, 0)
+            units += [point.states[group.index]] * with_states
+            units += [SKIP] * (point.rows - with_states)
+        return UnitTable.of(np.array(units, dtype=np.int64).reshape(-1, 1), group.page_tokens)
+
+    def _windows(
+        self,
+        group: LayerGroup,
+        pages: Sequence[int],
+        blocks: int,
+        from_token: int,
+        point: PointPages | None,
+    ) -> UnitTable:
+        """Return the table of a group of windows: units of a block for each of its own rows."""
+        unit = gcd(group.page_tokens, self._block_tokens)
+        rows = 0 if point is None else point.rows
+        units = np.full((blocks + rows, self._block_tokens // unit), SKIP, dtype=np.int64)
+        if point is not None:
+            assert self._point is not None
+            stop, before = point.blocks, self._point.rows(point.blocks) - rows
+            first = max(stop - max(part.blocks for part in self._point.windows), 0)
+            known = self._table(group, pages, first, stop, from_token).array()
+            for row in range(max(before, self._point.state_rows), before + rows):
+                part = self._point.window_rows[row - self._point.state_rows]
+                if part.group == group.index:
+                    units[blocks + row - before] = known[stop - 1 - part.distance - first]
+        return UnitTable.of(units, unit)
 
     def pages_of(self, units: Iterable[UnitTable]) -> list[int]:
         """Return every page that contains a copied unit, numbered by ``place``, ascending."""

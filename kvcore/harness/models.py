@@ -139,8 +139,8 @@ def tiny_model(
 
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
-            layers, and so does ``gpt_oss``, with attention sinks; ``mistral`` has the window on
-            every layer; ``lfm2`` and ``qwen3_next`` alternate attention with layers that keep a
+            layers, and so do ``gemma4``, with wider heads in those of full attention, and
+            ``gpt_oss``, with attention sinks; ``mistral`` has the window on every layer; ``lfm2`` and ``qwen3_next`` alternate attention with layers that keep a
             state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the others have full
             attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
@@ -409,6 +409,24 @@ def _phi3_config(shape: _Shape, **common: Any) -> Any:
     return Phi3Config(**{**common, "pad_token_id": 0})
 
 
+def _gemma4_config(shape: _Shape, **common: Any) -> Any:
+    """Layers without a window have heads twice as wide, and half as many of K and V."""
+    from transformers import Gemma4TextConfig
+
+    layers = common["num_hidden_layers"]
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+    return Gemma4TextConfig(
+        sliding_window=shape.sliding_window,
+        layer_types=kinds,
+        global_head_dim=2 * common["head_dim"],
+        num_global_key_value_heads=max(common["num_key_value_heads"] // 2, 1),
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=common["vocab_size"],
+        num_kv_shared_layers=0,
+        **common,
+    )
+
+
 def _gemma3_config(shape: _Shape, **common: Any) -> Any:
     from transformers import Gemma3TextConfig
 
@@ -512,6 +530,7 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "gemma": _gemma_config,
     "phi3": _phi3_config,
     "gemma3": _gemma3_config,
+    "gemma4": _gemma4_config,
     "gpt_oss": _gpt_oss_config,
     "lfm2": _lfm2_config,
     "qwen3_next": _qwen3_next_config,

@@ -46,7 +46,7 @@ from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Offloader, TokenPublisher
-from kvcore.model.points import PointShape, last_point_key
+from kvcore.model.points import PointShape
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import OpReport, Priority, Span, TransferGraph, UnitTable
 
@@ -154,12 +154,12 @@ class KVManager(Manager):
     def _resumable(self, points: PointShape, hit: Hit) -> Hit:
         """Return the longest hit within ``hit`` that ends in a resume point."""
         for blocks in range(points.boundary(hit.depth), 0, -points.every):
-            if last_point_key(hit.keys[blocks - 1], points.rows) not in self.index:
+            if points.last_row(hit.keys, blocks) not in self.index:
                 continue
             chain = points.chain(hit.keys, blocks)
             sources = self._sources(chain)
             if sources and sources[-1].stop == len(chain):  # else its tier is not read now
-                return Hit(chain, hit.namespace, sources, points.rows, hit)
+                return Hit(chain, hit.namespace, sources, len(chain) - blocks, hit)
         return Hit(hit.keys, hit.namespace, (), beside=hit)
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:

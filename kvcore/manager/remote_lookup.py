@@ -137,13 +137,19 @@ class StoreLookup:
         """
         found: dict[bytes, int] = {}
         for end in range(points.boundary(len(keys)), beyond, -points.every):
-            *rows, last = point_keys(keys[end - 1], points.rows)
+            last = points.last_row(keys, end)
             if self._is_absent(last):
                 if not found:
                     return {}
-            elif not any(map(self._is_absent, rows)):
+            elif not self._lacks_row(points, keys, end):
                 found[last] = end
         return found
+
+    def _lacks_row(self, points: PointShape, keys: Sequence[bytes], end: int) -> bool:
+        """Return True if a row of the point behind ``end`` blocks is known to be absent."""
+        if not self._absent:  # nearly always: there can be many points, of many rows
+            return False
+        return any(map(self._is_absent, point_keys(keys[end - 1], points.rows(end))))
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
         """Apply the answer about this prompt, if it has come or is late; else return None."""

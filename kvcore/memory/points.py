@@ -1,7 +1,8 @@
-"""Views of the states of resume points: an engine's pages of states, and rows of the arena.
+"""Views of resume points: an engine's pages of states and windows, and rows of the arena.
 
 A piece of a layer's state (`kvcore.model.points`) is one run of bytes on both sides. It is
 described as a plane of uint8 with one token and one head, so that `copy_blocks` copies it like KV.
+A row of a window is a block of some layers.
 """
 
 from __future__ import annotations
@@ -11,19 +12,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcore.errors import LayoutError
-from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout
 from kvcore.model.points import Piece, PointShape
+from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RowCopy", "StatePages", "row_copies", "row_view"]
+__all__ = [
+    "NO_POINTS",
+    "PointCopies",
+    "PointMemory",
+    "RowCopy",
+    "StatePages",
+    "WindowCopy",
+    "WindowPages",
+    "point_copies",
+]
 
 _BYTES, _ONE = "uint8", Axis(1)
 
 StatePages = Mapping[int, Sequence["torch.Tensor"]]
 """By group, for each of its layers, the pages of states: [pages, ...], each page one run of bytes.
 """
+
+WindowPages = Mapping[int, KVView]
+"""By group, the pages of its layers with a window."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,82 @@ class RowCopy:
     group: int
     pages: KVView
     pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class WindowCopy:
+    """What rows ``rows`` of a point hold of one group's windows: ``pages`` of some of its layers.
+
+    The rows are of blocks at rising distances from the boundary. ``shape`` is the part of a block
+    that each of them has.
+    """
+
+    rows: tuple[int, ...]
+    group: int
+    pages: KVView
+    shape: BlockShape
+
+    def memory(self, arena: KVView, slot_nbytes: int) -> KVView:
+        """Return the same part of a block in slots of ``slot_nbytes``, the pages of ``arena``.
+
+        Slots must be runs of bytes. A unit of the view is a block.
+        """
+        import torch
+
+        [tensor] = arena.tensors
+        layout = arena_layout(self.shape, arena.layout.num_pages, slot_nbytes=slot_nbytes)
+        return KVView(layout, [tensor.view(getattr(torch, self.shape.dtype))])
+
+
+@dataclass(frozen=True)
+class PointCopies:
+    """All that a rank copies of a resume point."""
+
+    states: Sequence[RowCopy] = ()
+    windows: Sequence[WindowCopy] = ()
+
+    def in_memory(self, arena: KVView, slot_nbytes: int) -> PointMemory:
+        """Return the views of an arena that belong to these copies, in the same order."""
+        return PointMemory(
+            [row_view(arena, slot_nbytes, part.pieces) for part in self.states],
+            [part.memory(arena, slot_nbytes) for part in self.windows],
+        )
+
+
+NO_POINTS = PointCopies()
+"""Of a model that keeps blocks only."""
+
+
+@dataclass(frozen=True)
+class PointMemory:
+    """The rows of an arena, as each of `PointCopies` sees them."""
+
+    states: Sequence[KVView]
+    windows: Sequence[KVView]
+
+
+def point_copies(point: PointShape, states: StatePages, windows: WindowPages) -> PointCopies:
+    """Return what a rank copies of each point.
+
+    Raises LayoutError if the engine's states are not as ``point`` says.
+    """
+    return PointCopies(row_copies(point, states), _window_copies(point, windows))
+
+
+def _window_copies(point: PointShape, pages: WindowPages) -> list[WindowCopy]:
+    rows: dict[tuple[int, range], list[int]] = {}
+    for row, part in enumerate(point.window_rows, point.state_rows):
+        rows.setdefault((part.group, part.layers), []).append(row)
+    shapes = {window.group: window.shape for window in point.windows}
+    return [
+        WindowCopy(
+            tuple(numbers),
+            group,
+            pages[group].select_layers(layers),
+            shapes[group].with_layers(len(layers)),
+        )
+        for (group, layers), numbers in rows.items()
+    ]
 
 
 def row_copies(point: PointShape, pages: StatePages) -> list[RowCopy]:

@@ -202,9 +202,10 @@ class ModelIdentity:
     )
     states: object | None = field(
         metadata=_told(
-            "the states that layers without KV keep (Mamba, gated delta net, convolutions): "
-            "their shapes and types on one rank",
-            vllm="yes, so that states are found by ranks of the same number only",
+            "what resume points hold on one rank: the shapes and types of states (Mamba, gated "
+            "delta net, convolutions), and of the ends of windows",
+            vllm="yes, so that resume points are found by ranks of the same number only; with "
+            '`vllm.windows = "dense"` windows are part of blocks',
             sglang="models with states run untouched",
             trtllm="models with states run untouched",
             younger=True,

@@ -1,19 +1,27 @@
 """Resume points: what only the next token needs of a model's cache.
 
-A *block* has what every later token needs of its own tokens. Some layers keep something else: a
-state (Mamba, gated delta net, short convolution) that each token overwrites. A *resume point* is
-the state of all such layers at one boundary between two blocks, and the model can go on only there:
+A *block* has what every later token needs of its own tokens. Some layers keep something else:
 
-    tokens   0        16        32        48
+- a *state* (Mamba, gated delta net, short convolution), which each token overwrites;
+- the KV of a *window*: a token sees the last W tokens, and no later one needs what is before.
+
+A *resume point* is the states and the ends of the windows at one boundary between two blocks. The
+model can go on only there:
+
+    tokens   0        16       32       48       64
     blocks   │   b0   │   b1   │   b2   │   b3 ...      kept once, used by every longer prompt
-    states   ·        ·        S32      ·               kept where the engine has one: a point
+    states   ·        ·        ·        S48             kept where the engine has one: a point
+    windows  ·        │  w1    │  w2    │               the last blocks of the layers with windows
 
-A point is stored as rows behind the chain of blocks that leads to it, ``b0 b1 p0 p1 .. pn``. Rows
-have the size of a block, so that index, tiers, quotas and restart treat both alike. The states of
-all layers are one run of bytes, layer after layer, which is cut into rows:
+A point is stored as rows behind the chain of blocks that leads to it, ``b0 b1 b2 p0 p1 .. pn``.
+Rows have the size of a block, so that index, tiers, quotas and restart treat both alike. The first
+rows have the states. These are one run of bytes, layer after layer, which is cut into rows:
 
     states   │  layer 0  │  layer 1  │  layer 2  │
     rows     │     p0      │     p1      │  p2 ░░│      the end of the last row is not used
+
+The rows of the windows follow, from the boundary backwards, each with whole layers of one block:
+``w2 w1``. So a row is the same at any boundary, and near the start of a prompt there are fewer.
 
 A point is found by its last row: a row can be in a tier only if all rows before it are.
 """
@@ -22,15 +30,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.shape import BlockShape
 
 __all__ = [
     "Piece",
     "PointShape",
     "StateGroup",
+    "WindowGroup",
+    "WindowRow",
     "is_point_row",
     "last_point_key",
     "point_keys",
@@ -40,6 +52,7 @@ __all__ = [
 _MASK = int.from_bytes(b"kvcore-point-row", "big")
 _KEYS = 1 << (8 * KEY_BYTES)
 _HALVES = ">u8"
+_SHARE = 8
 
 
 def point_keys(block: bytes, rows: int) -> tuple[bytes, ...]:
@@ -93,6 +106,44 @@ class StateGroup:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class WindowGroup:
+    """Layers with a window that share one page table in the engine.
+
+    ``group`` is the position of the table among the model's groups, and ``names`` are the engine's
+    names of the layers. ``shape`` is what one rank keeps of a block of tokens in these layers. A
+    token needs the ``before`` tokens before it. A point holds ``spare`` tokens more, so that the
+    model may go on that many tokens before the boundary.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    shape: BlockShape
+    before: int
+    spare: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.names) != self.shape.layers or self.before < 1 or self.spare < 0:
+            raise LayoutError(f"not a group of layers with a window: {self}")
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks of a point: those before a boundary that the next token may see."""
+        return -(-(self.before + self.spare) // self.shape.block_tokens)
+
+
+class WindowRow(NamedTuple):
+    """What one row of a point has of a window: ``layers`` of one block.
+
+    ``group`` is the position of the page table, ``distance`` the number of blocks between this one
+    and the boundary, and ``layers`` [start, stop) are positions in the group's names.
+    """
+
+    group: int
+    distance: int
+    layers: range
+
+
 class Piece(NamedTuple):
     """``nbytes`` bytes of one layer's state, from ``offset`` on, that lie in a row of a point.
 
@@ -113,30 +164,86 @@ class PointShape:
 
     ``states`` are the groups in the order of their bytes, ``row_nbytes`` the bytes of a row on one
     rank, and ``every`` the blocks between two boundaries at which the engine can have a point.
+    ``windows`` are the groups with a window.
     """
 
     states: tuple[StateGroup, ...]
     row_nbytes: int
     every: int
+    windows: tuple[WindowGroup, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = [self.row_nbytes, self.every, *(state.nbytes for state in self.states)]
-        if not self.states or min(sizes) < 1 or not all(state.names for state in self.states):
+        named = all(state.names for state in self.states)
+        if not (self.states or self.windows) or min(sizes) < 1 or not named:
             raise LayoutError(f"not the shape of a resume point: {self}")
+        for window in self.windows:
+            if window.shape.layer_nbytes > self.row_nbytes:
+                raise LayoutError(
+                    f"a layer with a window keeps {window.shape.layer_nbytes} bytes of a block, "
+                    f"more than the {self.row_nbytes} of all layers without one"
+                )
 
     @property
-    def nbytes(self) -> int:
+    def groups(self) -> set[int]:
+        """The positions of all page tables of a point."""
+        return {s.group for s in self.states} | {w.group for w in self.windows}
+
+    @property
+    def spare(self) -> int:
+        """How many tokens before the boundary of a point the model may go on."""
+        if self.states:
+            return 0  # a state is of one token
+        return min(w.blocks * w.shape.block_tokens - w.before for w in self.windows)
+
+    @property
+    def state_nbytes(self) -> int:
         """Bytes of all states of a point on one rank."""
         return sum(len(state.names) * state.nbytes for state in self.states)
 
+    @cached_property
+    def state_rows(self) -> int:
+        """The number of rows of the states, which come first."""
+        return -(-self.state_nbytes // self.row_nbytes)
+
+    @cached_property
+    def window_rows(self) -> tuple[WindowRow, ...]:
+        """What the rows behind those of the states have, at a boundary far from the start."""
+        found = []
+        for distance in range(max((window.blocks for window in self.windows), default=0)):
+            for window in self.windows:
+                if distance < window.blocks:
+                    found += [
+                        WindowRow(window.group, distance, layers)
+                        for layers in self._layers_of_rows(window)
+                    ]
+        return tuple(found)
+
+    def _layers_of_rows(self, window: WindowGroup) -> list[range]:
+        """Return the layers in each row of one block of a window."""
+        layers = window.shape.layers
+        most = self.row_nbytes // window.shape.layer_nbytes
+        return [range(start, min(start + most, layers)) for start in range(0, layers, most)]
+
+    def rows(self, blocks: int) -> int:
+        """Return the number of rows of a point behind ``blocks`` blocks."""
+        return self.state_rows + sum(
+            min(blocks, window.blocks) * len(self._layers_of_rows(window))
+            for window in self.windows
+        )
+
     @property
-    def rows(self) -> int:
-        """The number of rows of a point."""
-        return -(-self.nbytes // self.row_nbytes)
+    def stride(self) -> int:
+        """Blocks between two points, if points are to take an eighth of the bytes of the blocks."""
+        return _SHARE * len(self.window_rows) + _SHARE * self.state_rows
 
     def chain(self, keys: Sequence[bytes], blocks: int) -> tuple[bytes, ...]:
         """Return the first ``blocks`` of ``keys``, and the rows of the point behind them."""
-        return (*keys[:blocks], *point_keys(keys[blocks - 1], self.rows))
+        return (*keys[:blocks], *point_keys(keys[blocks - 1], self.rows(blocks)))
+
+    def last_row(self, keys: Sequence[bytes], blocks: int) -> bytes:
+        """Return the last of `chain`."""
+        return last_point_key(keys[blocks - 1], self.rows(blocks))
 
     def boundary(self, blocks: int) -> int:
         """Return the last boundary at which a point can be, at or before ``blocks``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Literal
 
 from kvcore.errors import LayoutError
 from kvcore.model.parts import Part, evenly
@@ -39,14 +40,15 @@ class LayerGroup:
 
     ``layers`` are canonical layer indices in memory order. ``names`` are the engine's names in the
     same order, if it has any. ``page_tokens`` is the size of a page of the table, in tokens. A
-    group whose pages are ``states`` has no layers of blocks: see `kvcore.model.points`.
+    group whose pages belong to resume points, of states or windows, has no layers of blocks: see
+    `kvcore.model.points`.
     """
 
     index: int
     page_tokens: int
     layers: tuple[int, ...]
     names: tuple[str, ...] = ()
-    states: bool = False
+    of: Literal["blocks", "states", "windows"] = "blocks"
 
     def only(self, layers: range) -> LayerGroup:
         """Return the group restricted to ``layers``."""
@@ -95,11 +97,14 @@ class ModelDescription:
         if sizes != {point.row_nbytes}:
             raise LayoutError(
                 f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
-                "bytes on a rank: kvcore serves states on ranks with equal parts of a block"
+                "bytes on a rank: kvcore serves them on ranks with equal parts of a block"
             )
-        groups = {state.group for state in point.states}
-        if groups != {i for i, group in enumerate(self.groups) if group.states}:
-            raise LayoutError(f"resume points of groups {sorted(groups)} of {self.groups}")
+        for name, parts in (("states", point.states), ("windows", point.windows)):
+            groups = {part.group for part in parts}
+            if groups != {i for i, group in enumerate(self.groups) if group.of == name}:
+                raise LayoutError(
+                    f"resume points of {name} of groups {sorted(groups)} of {self.groups}"
+                )
 
     @property
     def single_group(self) -> bool:

@@ -35,7 +35,7 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
-from kvcore.memory.points import RowCopy, StatePages, row_copies, row_view
+from kvcore.memory.points import NO_POINTS, PointCopies, StatePages, WindowPages, point_copies
 from kvcore.model.keys import pack_tokens
 from kvcore.model.points import is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
@@ -380,11 +380,13 @@ def build_worker(
     views: Sequence[KVView],
     served: Callable[..., KVWorker] | None = None,
     states: StatePages | None = None,
+    windows: WindowPages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank`` and allocate its arena.
 
     ``views`` are the rank's pages: one view for each of the model's groups that has layers on this
-    rank, and no others. ``states`` are its pages of states, if the model has resume points.
+    rank, and no others. ``states`` and ``windows`` are its pages of resume points, if the model
+    keeps any.
     ``served`` makes a worker that copies to and from another process's memory
     instead; its own arena then has one slot.
 
@@ -393,11 +395,13 @@ def build_worker(
     """
     device = views[0].tensors[0].device
     own = served is None
-    points = [] if model.point is None else row_copies(model.point, states or {})
+    points = NO_POINTS
+    if model.point is not None:
+        points = point_copies(model.point, states or {}, windows or {})
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
-        arrangement=Arrangement.BLOCKWISE if points else config.host.arrangement,
+        arrangement=Arrangement.BLOCKWISE if model.point else config.host.arrangement,
         huge_pages=config.host.huge_pages and own,
         pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,
@@ -448,7 +452,7 @@ def _prepare(
     worker: KVWorker,
     arena: KVView,
     block_tokens: int,
-    points: Sequence[RowCopy],
+    points: PointCopies,
 ) -> None:
     """Compile and allocate what copies of the engine's pages will need, before it captures graphs.
 
@@ -467,7 +471,14 @@ def _prepare(
         if group.layers
     ]
     size = worker.arena.slot_nbytes
-    copied += [(part.pages, row_view(arena, size, part.pieces), 1) for part in points]
+    rows = points.in_memory(arena, size)
+    copied += [
+        (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)
+    ]
+    copied += [
+        (part.pages, memory, gcd(part.pages.layout.page_tokens, block_tokens))
+        for part, memory in zip(points.windows, rows.windows, strict=True)
+    ]
     try:
         for pages, memory, unit in copied:
             ops.prepare(pages, memory, unit)

@@ -15,7 +15,7 @@ from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import RowCopy, row_view
+from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
@@ -45,7 +45,7 @@ class DeviceCopy:
         sync: CopyStreams,
         elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
-        points: Sequence[RowCopy] = (),
+        points: PointCopies = NO_POINTS,
         slot_nbytes: int = 0,
     ) -> None:
         self._ops = ops
@@ -65,7 +65,7 @@ class DeviceCopy:
             _select_layers(arena, [layer - first for layer in group.layers])
             for group in self._groups
         ]
-        self._point_rows = [row_view(arena, self._slot_nbytes, c.pieces) for c in self._points]
+        self._point_rows = self._points.in_memory(arena, self._slot_nbytes)
 
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
@@ -88,7 +88,8 @@ class DeviceCopy:
     ) -> None:
         """Copy the rows of the resume point, whose row 0 is row ``first`` of the graph."""
         chosen = set(rows)
-        for part, memory in zip(self._points, self._point_rows, strict=True):
+        self._copy_windows(graph, first, chosen, places)
+        for part, memory in zip(self._points.states, self._point_rows.states, strict=True):
             row = first + part.row
             if row not in chosen:
                 continue
@@ -100,8 +101,21 @@ class DeviceCopy:
                 self._ops.copy_blocks(memory, slot, part.pages, page)
             else:
                 self._ops.copy_blocks(part.pages, page, memory, slot)
-        if self._to_device and first - 1 in chosen:
+        if self._to_device and self._points.states and first - 1 in chosen:
             self._zero_rest(graph, first - 1)
+
+    def _copy_windows(
+        self, graph: TransferGraph, first: int, chosen: set[int], places: Sequence[int]
+    ) -> None:
+        """Copy the rows of windows: one call for each part of a block that a row has."""
+        for part, memory in zip(self._points.windows, self._point_rows.windows, strict=True):
+            rows = [first + row for row in part.rows if first + row in chosen]
+            table = graph.units[part.group]
+            units = table.array()[rows]
+            if (units != SKIP).any():
+                slots = np.array([places[row] for row in rows], dtype=np.int64)
+                layers = range(part.shape.layers)
+                self._copy(part.pages, units, memory, slots, layers, table.unit_tokens)
 
     def _zero_rest(self, graph: TransferGraph, last: int) -> None:
         """Zero what the last page has behind block ``last``, after which the engine goes on.

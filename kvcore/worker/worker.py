@@ -22,7 +22,7 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import RowCopy
+from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier
@@ -45,13 +45,13 @@ class EnginePages:
 
     ``groups`` are the engine's layer groups in the order of a graph's unit tables, with this rank's
     layers, the first of which is ``first_layer`` of the model. ``device`` is where the pages are;
-    None is a CPU. ``points`` are the engine's pages of states, by row of a resume point.
+    None is a CPU. ``points`` are the engine's pages of resume points.
     """
 
     groups: Sequence[DeviceGroup] = ()
     first_layer: int = 0
     device: torch.device | None = None
-    points: Sequence[RowCopy] = ()
+    points: PointCopies = NO_POINTS
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -32,6 +33,7 @@ from kvcore.explain.recorder import RequestRecorder
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView
 from kvcore.model.ingredients import MediaIdentity
+from kvcore.model.points import PointShape
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
@@ -200,21 +202,39 @@ def build_worker_connector(
     groups = [group for group in model.rank_groups(rank) if group.layers]
     views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
     _verify(config, vllm_config, groups, views, shape)
-    states = None
+    states, windows = None, {}
     if model.point is not None:
         states = {s.group: [kv_caches[name] for name in s.names] for s in model.point.states}
-    parts = build_worker(config, model, rank, views, states)
+        windows = _windows(config, vllm_config, model.groups, model.point, kv_caches)
+    parts = build_worker(config, model, rank, views, states, windows)
     worker = WorkerConnector(
         parts,
         _blends(config, vllm_config, model, rank, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(parts.worker.device),
-        follow_saves=model.point is not None and bool(vllm_config.use_v2_model_runner),
+        follow_saves=bool(states) and bool(vllm_config.use_v2_model_runner),
     )
     hooks = parts.plugins.attention(shape, rank)
     _hook_attention(vllm_config, model, hooks, worker, views[0].layout.page_tokens)
     return worker
+
+
+def _windows(
+    config: Config,
+    vllm_config: VllmConfig,
+    groups: Sequence[LayerGroup],
+    point: PointShape,
+    kv_caches: dict[str, torch.Tensor],
+) -> dict[int, KVView]:
+    """Return the verified pages of each group of layers with a window."""
+    found = {}
+    for window in point.windows:
+        group = replace(groups[window.group], names=window.names)
+        view = group_view(vllm_config, kv_caches, group, window.shape)
+        _verify(config, vllm_config, [group], [view], window.shape)
+        found[window.group] = view
+    return found
 
 
 def _blends(

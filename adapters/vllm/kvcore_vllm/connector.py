@@ -43,7 +43,7 @@ from kvcore_vllm.build import (
     refusing_worker_connector,
     warm_up_blends,
 )
-from kvcore_vllm.describe import describe
+from kvcore_vllm.describe import dense_windows, describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.leader import Leader
@@ -249,7 +249,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _describe(self) -> ModelDescription | None:
         try:
             self._check_sleep()
-            model = describe(self._vllm_config, self._kv_cache_config, self._config.block.tokens)
+            model = describe(
+                self._vllm_config,
+                self._kv_cache_config,
+                self._config.block.tokens,
+                dense_windows(self._vllm_config, self._config),
+            )
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
             return None

@@ -6,6 +6,7 @@ therefore agree on the canonical layer order, the block shape and the slots with
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.points import PointShape, StateGroup
+from kvcore.model.points import PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.engine import verdict
@@ -33,6 +34,10 @@ from kvcore_vllm.probes import STATES
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvcore.config import Config
+
+_log = logging.getLogger("kvcore.vllm")
 
 _SERVED_SPECS = frozenset(
     {FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec}
@@ -50,26 +55,31 @@ _SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
 
 
 def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, block_tokens: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_tokens: int,
+    dense_windows: str = "",
 ) -> ModelDescription:
     """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it.
 
     ``block_tokens`` is the size wanted of a block. A model with states gets its largest divisor
-    with which blocks end where vLLM has states to save.
+    with which blocks end where vLLM has states to save. ``dense_windows`` is why blocks keep the
+    KV of layers with windows too; if it is empty, resume points do where vLLM allows it.
     """
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
     states = _state_specs(kv_cache_config)
+    windows = _window_groups(vllm_config, kv_cache_config, dense_windows)
     step = 0
     if states:
         _check_states(vllm_config, states)
         step = _boundary_step(vllm_config, kv_cache_config)
         block_tokens = gcd(block_tokens, step)
     stages = _stages(vllm_config)
-    groups = _groups(kv_cache_config)
+    groups = _groups(kv_cache_config, windows)
     if stages:
         groups = (_whole_group(groups, stages),)
-    specs = _served_specs(kv_cache_config)
+    specs = _served_specs(kv_cache_config, windows)
     if not states:
         _check_page_writers(kv_cache_config)
     elif any(_window_of(spec) for spec in specs):
@@ -78,6 +88,8 @@ def describe(
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
+    if windows and tp == 1:  # unlike heads: vLLM knows those of one kind of layer
+        total_heads = spec.num_kv_heads
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
             f"{spec.num_kv_heads} KV heads per rank with {total_heads} heads over {tp} ranks: "
@@ -90,16 +102,24 @@ def describe(
         v_head_dim=spec.head_size if mla else spec.head_size_v,
         kv_factor=1 if mla else 2,
         block_tokens=block_tokens,
-        dtype=str(spec.dtype).removeprefix("torch."),
+        dtype=_dtype_of(spec),
     )
-    identity = model_identity(vllm_config, specs, states)
+    window_specs = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in windows]
+    identity = model_identity(vllm_config, specs, states, window_specs)
     ranks = tp * max(len(stages), 1)
     plain = ModelDescription(
         shape, groups, identity.fingerprint, ranks, stages=stages, alone=identity.alone
     )
-    if not states:
+    if not states and not windows:
         return plain
-    return replace(plain, point=_point_shape(kv_cache_config, plain, step // block_tokens))
+    every = step // block_tokens if states else 1
+    point = PointShape(
+        _state_groups(kv_cache_config, plain),
+        plain.rank_shape(0).nbytes,
+        every,
+        tuple(_window_group(vllm_config, kv_cache_config, i, block_tokens) for i in windows),
+    )
+    return replace(plain, point=point)
 
 
 def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -119,19 +139,73 @@ def _state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
     return [spec for spec in found if type(spec) is MambaSpec]
 
 
-def _point_shape(kv_cache_config: KVCacheConfig, model: ModelDescription, every: int) -> PointShape:
-    """Return what a resume point of the model has; there can be one every ``every`` blocks."""
+def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
+    """Return why blocks keep the KV of layers with windows too; empty if resume points can do."""
+    transfer = vllm_config.kv_transfer_config
+    if config.vllm.windows == "dense":
+        return 'vllm.windows is "dense"'
+    if config.server.address is not None:
+        return "kvcore runs behind a server"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return "the model runs in pipeline stages"
+    if transfer is not None and transfer.kv_role != "kv_both":
+        return f"kv_role is {transfer.kv_role!r}"
+    return ""
+
+
+def _window_groups(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, dense: str
+) -> tuple[int, ...]:
+    """Return the groups whose layers have a window that resume points are to keep.
+
+    None if every layer has one: nothing is left then for blocks.
+    """
     groups = kv_cache_config.kv_cache_groups
-    states = tuple(
+    found = tuple(
+        i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec
+    )
+    others = {type(group.kv_cache_spec) for i, group in enumerate(groups) if i not in found}
+    if not found or others != {FullAttentionSpec}:
+        return ()
+    if dense:
+        _log.info("blocks keep the KV of %d groups of layers with windows: %s", len(found), dense)
+        return ()
+    return found
+
+
+def _window_group(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, index: int, block_tokens: int
+) -> WindowGroup:
+    """Return what a resume point has of a group of layers with a window."""
+    group = kv_cache_config.kv_cache_groups[index]
+    spec, names = group.kv_cache_spec, tuple(sorted(group.layer_names, key=_order))
+    assert isinstance(spec, SlidingWindowSpec)
+    shape = BlockShape(
+        layers=len(names),
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_size,
+        v_head_dim=spec.head_size_v,
+        block_tokens=block_tokens,
+        dtype=_dtype_of(spec),
+    )
+    # A hit of a whole prompt goes on at its last token, and a draft model some tokens before.
+    return WindowGroup(index, names, shape, spec.sliding_window - 1, max(lookahead(vllm_config), 1))
+
+
+def _state_groups(
+    kv_cache_config: KVCacheConfig, model: ModelDescription
+) -> tuple[StateGroup, ...]:
+    """Return what a resume point has of each group of states."""
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(
         StateGroup(
             group.index,
             tuple(groups[group.index].layer_names),
             groups[group.index].kv_cache_spec.state_content_size_bytes,
         )
         for group in model.groups
-        if group.states
+        if group.of == "states"
     )
-    return PointShape(states, model.rank_shape(0).nbytes, every)
 
 
 def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
@@ -272,25 +346,36 @@ def _whole_group(groups: Sequence[LayerGroup], stages: Sequence[tuple[int, int]]
     return replace(group, layers=everything, names=names)
 
 
-def _groups(kv_cache_config: KVCacheConfig) -> tuple[LayerGroup, ...]:
+def _dtype_of(spec: AttentionSpec) -> str:
+    return str(spec.dtype).removeprefix("torch.")
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """Order the layers of a model. A draft model counts its layers on, or anew from 0."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    found: dict[str, int] = {}
-    for group in kv_cache_config.kv_cache_groups:
+    return name.startswith(_DRAFT_PREFIX), extract_layer_index(name), name
+
+
+def _groups(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> tuple[LayerGroup, ...]:
+    """Return vLLM's groups; those of ``windows`` have no layers of blocks."""
+    found: list[str] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(group)
-        if type(group.kv_cache_spec) is MambaSpec:
-            continue
-        found |= {name: extract_layer_index(name) for name in group.layer_names}
-    # A draft model counts its layers on, or anew from 0.
-    order = sorted(found, key=lambda name: (name.startswith(_DRAFT_PREFIX), found[name], name))
-    numbers = [found[name] for name in order if not name.startswith(_DRAFT_PREFIX)]
+        if type(group.kv_cache_spec) is not MambaSpec and index not in windows:
+            found += group.layer_names
+    order = sorted(found, key=_order)
+    numbers = [_order(name)[1] for name in order if not name.startswith(_DRAFT_PREFIX)]
     if len(set(numbers)) < len(numbers):
         raise UnsupportedError(f"two caches in a layer: {order}")
     canonical = {name: i for i, name in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if type(group.kv_cache_spec) is MambaSpec:
-            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), states=True))
+            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), of="states"))
+            continue
+        if index in windows:
+            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), of="windows"))
             continue
         names = tuple(sorted(group.layer_names, key=canonical.__getitem__))
         layers = tuple(canonical[name] for name in names)
@@ -309,23 +394,24 @@ def _check_group(group: Any) -> None:
         raise UnsupportedError(f"a cache group of role {name!r}: kvcore serves the role 'default'")
 
 
-def _served_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
-    """Return the specs of all layers, which differ in the window only.
+def _served_specs(
+    kv_cache_config: KVCacheConfig, windows: Sequence[int] = ()
+) -> list[AttentionSpec]:
+    """Return the specs of all layers of blocks, which differ in the window only.
 
-    Raises UnsupportedError if their specs differ, or if kvcore does not serve one.
+    Raises UnsupportedError if their specs differ, or if kvcore does not serve one, or one of the
+    groups ``windows``, which are no layers of blocks.
     """
-    specs: list[AttentionSpec] = [
-        spec
-        for group in kv_cache_config.kv_cache_groups
-        for spec in leaf_specs(group)
-        if type(spec) is not MambaSpec
-    ]
+    specs: list[AttentionSpec] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        found = [spec for spec in leaf_specs(group) if type(spec) is not MambaSpec]
+        for spec in found:
+            _check_spec(spec)
+        specs += found if index not in windows else []
     if not specs:
         raise UnsupportedError(
             "a model without attention: kvcore serves states beside the KV of other layers"
         )
-    for spec in specs:
-        _check_spec(spec)
     kinds = {
         (
             isinstance(s, MLAAttentionSpec), s.num_kv_heads, s.head_size, s.head_size_v, s.dtype,

@@ -50,11 +50,15 @@ _WRITTEN_BY_DRAFTS = frozenset(
 
 
 def model_identity(
-    vllm_config: VllmConfig, specs: list[AttentionSpec], states: Sequence[Any] = ()
+    vllm_config: VllmConfig,
+    specs: list[AttentionSpec],
+    states: Sequence[Any] = (),
+    windows: Sequence[Any] = (),
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
-    ``states`` are the specs of the caches of its states, one a group. Raises UnsupportedError if
+    ``states`` are the specs of the caches of its states, one a group, and ``windows`` those of its
+    windows, if resume points keep them. Raises UnsupportedError if
     the weights cannot be read.
     """
     model = vllm_config.model_config
@@ -74,11 +78,11 @@ def model_identity(
         kv_dtype=_stored_type(vllm_config, specs[0]) if specs else str(model.dtype),
         kv_scales=scales,
         rope=rope_rule(text, "vllm", model.max_model_len),
-        windows=_windows(vllm_config, specs),
+        windows=_windows(vllm_config, [*specs, *windows]),
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
         draft=draft,
-        states=_states(states),
+        states=_points(vllm_config, states, windows),
         own=_own(vllm_config),
         alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
     )
@@ -235,6 +239,20 @@ def _windows(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> object | No
         window = model.get_sliding_window()
         found = {f"pipeline={window}"} if window else set()
     return sorted(found) or None
+
+
+def _points(
+    vllm_config: VllmConfig, states: Sequence[Any], windows: Sequence[Any]
+) -> object | None:
+    """Return what resume points hold on one rank; None if the model keeps blocks only."""
+    if not windows:
+        return _states(states)
+    found = [
+        [spec.sliding_window, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)]
+        for spec in windows
+    ]
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return {"states": _states(states), "windows": found, "ranks": ranks}
 
 
 def _states(specs: Sequence[Any]) -> object | None:

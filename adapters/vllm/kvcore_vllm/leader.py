@@ -40,6 +40,7 @@ from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.ingredients import MediaIdentity
+from kvcore.model.points import PointShape
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import Span, TransferGraph
@@ -144,8 +145,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked.make_keys()
-        # The last token is always computed: its logits are needed.
-        most = (request.num_tokens - 1) // self._block
+        most = self._most_blocks(request)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest, most)
         control = tracked.control
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
@@ -158,7 +158,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             missed = len(tokens) - computed
             tracked.count_miss = partial(self.recorder.missed, name, control.why_no_load, missed)
             return 0, False
-        tracked.hit = hit
+        tracked.hit, tracked.parts = hit, hit.reached
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
@@ -194,6 +194,11 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         in_step = self._loads_in_step(hit, first, last)
         tracked.offer = Offer(computed, stop, stop, in_step)
         return gain, not in_step
+
+    def _most_blocks(self, request: Request) -> int:
+        """Return the most blocks of a hit. The last token is always computed, for its logits."""
+        point = self._model.point
+        return (request.num_tokens - (0 if point and point.spare else 1)) // self._block
 
     def _rows(self, hit: Hit, start: int, stop: int) -> tuple[int, int]:
         """Return the first and last row of ``hit`` to load for tokens [start, stop).
@@ -327,9 +332,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         hit, point = tracked.hit, None
         first, last = self._rows(hit, offer.start, stop)
         if hit.point:
-            if stop != hit.blocks * self._block:
-                raise TransferError(f"vLLM takes {external} tokens of {offer}: no state is there")
-            point = PointPages(hit.point, self._state_pages(pages, stop))
+            point = self._point_pages(hit, pages, offer.start, stop)
         units = self._paging.units(pages, first, last - hit.point, offer.start, point)
         tracked.load_attempts += 1
         lane: Lane = self._plan.sync_loads.append
@@ -350,6 +353,20 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             "load request=%s tokens=%d..%d tiers=%s", request_id, offer.start, stop, tracked.reused
         )
 
+    def _point_pages(self, hit: Hit, pages: PageTables, start: int, stop: int) -> PointPages:
+        """Return where the resume point of a hit goes, with which the model goes on at ``stop``.
+
+        Raises TransferError if vLLM cannot go on there, or lacks a page.
+        """
+        point = self._model.point
+        assert point is not None
+        boundary = hit.blocks * self._block
+        if not boundary - point.spare <= stop <= boundary:
+            raise TransferError(f"vLLM goes on at token {stop}: the resume point is at {boundary}")
+        if not self._paging.sees(pages, hit.blocks, start, stop):
+            raise TransferError(f"vLLM has no page for what windows see at token {stop}")
+        return PointPages(hit.point, hit.blocks, self._state_pages(pages, boundary))
+
     def _state_pages(self, pages: PageTables, boundary: int) -> dict[int, int]:
         """Return the page of each group of states that vLLM made for the states at ``boundary``.
 
@@ -357,7 +374,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """
         found: dict[int, int] = {}
         for group in self._model.groups:
-            if group.states:
+            if group.of == "states":
                 place, own = (boundary - 1) // group.page_tokens, pages[group.index]
                 page = own[place] if place < len(own) else NULL_PAGE
                 if page == NULL_PAGE:
@@ -415,13 +432,18 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """Plan this step: saves of the blocks it completes, and fences for pages it reassigns."""
         self.manager.maintain()
         due = self._due.take(output)
-        if self._model.point is not None:
-            self._save_points(output)
+        point = self._model.point
+        if point is not None and point.states:
+            self._save_states(output)
             due = []
         for request_id in due:
             tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.may_save and not self.disabled:
+            if tracked is None or not tracked.may_save or self.disabled:
+                continue
+            if point is None:
                 self._save_computed(tracked, output)
+            else:
+                self._save_windows(tracked, output, point)
         plan = self._plan
         self._stamp(plan)
         spills, plan.cancel, plan.invalidate = self._outbox.take()
@@ -480,7 +502,30 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         missing = (tracked.saved_blocks // run + 1) * run * self._block - reached
         self._due.again(request.request_id, max(missing, 1))
 
-    def _save_points(self, output: SchedulerOutput) -> None:
+    def _save_windows(self, tracked: Tracked, output: SchedulerOutput, point: PointShape) -> None:
+        """Save the resume points that a request reaches in this step, and their blocks.
+
+        vLLM drops the pages that a window has left, after the step. So what the step reaches is
+        saved with it: a point at the end of the prompt, one where the prompt parts from an earlier
+        one, and one every `PointShape.stride` blocks. `request_finished` saves the last one.
+        """
+        request, state = tracked.request, output.kv_connector_block_state
+        reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
+        computed = min(reached, request.num_tokens)  # see `_save_computed`
+        most = tracked.control.savable(self._most_saved(request))
+        ends = [min(most, request.num_prompt_tokens) // self._block, tracked.parts]
+        step = point.stride
+        first, last = tracked.saved_blocks, min(computed, most) // self._block
+        passed = [blocks for blocks in (*ends, last // step * step) if first < blocks <= last]
+        pages = None if state is None else state.get_block_ids(request.request_id)
+        for blocks in sorted(set(passed)):
+            if pages is not None and self._paging.sees(pages, blocks):
+                self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append, {})
+        ahead = [*ends, (reached // self._block // step + 1) * step]
+        missing = min(n * self._block - reached for n in ahead if n * self._block > reached)
+        self._due.again(request.request_id, missing)
+
+    def _save_states(self, output: SchedulerOutput) -> None:
         """Save the resume points whose states this step leaves in a page, and their blocks.
 
         vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
@@ -504,7 +549,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         by_boundary: dict[int, dict[int, int]] = {}
         for group, page, boundary in offered:
             by_boundary.setdefault(boundary, {})[group] = page
-        groups = [group.index for group in self._model.groups if group.states]
+        groups = [group.index for group in self._model.groups if group.of == "states"]
         return {
             boundary: pages
             for boundary, pages in by_boundary.items()
@@ -624,10 +669,15 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not self._config.vllm.save_decode:
             computed = min(computed, request.num_prompt_tokens)
         blocks = tracked.exact_blocks(computed, self._block)
-        if self._model.point is not None:
-            blocks = 0  # vLLM offers no state at the end of an answer
+        point = self._model.point
+        states: dict[int, int] | None = None
+        if point is not None:
+            # vLLM offers no state at the end of an answer, and may have dropped a window's page.
+            states = {}
+            if point.states or not blocks or not self._paging.sees(pages, blocks):
+                blocks = 0
         if blocks > tracked.saved_blocks and tracked.may_save and not self.disabled:
-            self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append)
+            self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append, states)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
         return self._handover.reply(
             request,

@@ -114,7 +114,7 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
     most: int | None, points: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model with states is stored up to its points: none stands behind the tokens asked for."""
-    groups = (LayerGroup(0, 64, (0,)), LayerGroup(1, 64, (1,), states=True))
+    groups = (LayerGroup(0, 64, (0,)), LayerGroup(1, 64, (1,), of="states"))
     shape = BlockShape(1, 2, 64, BLOCK, "float16")
     monkeypatch.setattr("support.vllm_leader.MODEL", ModelDescription(shape, groups, b"f" * 32, 1))
     saved: list[int] = []

@@ -20,6 +20,8 @@ from kvcore.connector.page_table import (
     pages_of,
     unit_table,
 )
+from kvcore.model.points import PointShape, StateGroup, WindowGroup
+from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup
 from kvcore.transfer.graph import (
     SKIP,
@@ -164,10 +166,13 @@ def test_blocks_with_a_gap_are_not_whole(pages: Any, whole: int) -> None:
 
 STATEFUL = (
     LayerGroup(0, 16, (0, 2)),
-    LayerGroup(1, 64, (), states=True),
+    LayerGroup(1, 64, (), of="states"),
     LayerGroup(2, 32, (1,)),
-    LayerGroup(3, 16, (), states=True),
+    LayerGroup(3, 16, (), of="states"),
 )
+
+
+FOUR_ROWS = PointShape((StateGroup(1, ("a",), 20), StateGroup(3, ("b",), 20)), 10, 1)
 
 
 def stateful(kv: PageTables, states: list[int] | None = None) -> PageTables:
@@ -177,7 +182,7 @@ def stateful(kv: PageTables, states: list[int] | None = None) -> PageTables:
 
 
 def with_states(place: Any = of_its_group) -> Paging:
-    return Paging(STATEFUL, 16, no_page=-1, place=place)
+    return Paging(STATEFUL, 16, no_page=-1, place=place, point=FOUR_ROWS)
 
 
 @given(
@@ -191,16 +196,16 @@ def test_rows_of_a_point_follow_the_blocks(
 ) -> None:
     """A block has no page of states, and a row of a point no unit of KV."""
     start, stop = span
-    point = PointPages(rows, {1: pages[0], 3: pages[1]})
+    point = PointPages(rows, 3, {1: pages[0], 3: pages[1]})
     found = with_states().units(stateful(PAGES), start, stop, begin, point)
     plain = paging().units(PAGES, start, stop, begin)
     blocks = stop - start
     for group, table in zip(STATEFUL, found, strict=True):
         array = table.array()
         assert len(array) == blocks + rows
-        if group.states:
+        if group.of == "states":
             assert table.unit_tokens == group.page_tokens, "a unit is a page"
-            own = [[SKIP]] * blocks + [[point.pages[group.index]]] * rows
+            own = [[SKIP]] * blocks + [[point.states[group.index]]] * rows
             assert array.tolist() == own
         else:
             alone = plain[group.index // 2]
@@ -215,7 +220,7 @@ def test_rows_of_a_point_follow_the_blocks(
 
 def test_pages_of_states_are_of_the_one_pool_too() -> None:
     """Else a step could write to a state that is still being saved."""
-    point = PointPages(2, {1: 20, 3: 21})
+    point = PointPages(2, 3, {1: 20, 3: 21})
     paging = with_states(of_one_pool)
     assert paging.pages_of(paging.units(stateful(PAGES), 0, 1, 0, point)) == [4, 8, 20, 21]
 
@@ -229,7 +234,7 @@ def test_without_a_point_no_page_of_states_is_used() -> None:
 
 
 def test_dropped_states_of_blocks_are_no_gap_but_dropped_kv_is() -> None:
-    point = PointPages(2, {1: 20, 3: 21})
+    point = PointPages(2, 3, {1: 20, 3: 21})
     for given_point in (None, point):
         whole = with_states().whole_units(stateful(PAGES), 0, 4, given_point)
         assert whole == with_states().units(stateful(PAGES), 0, 4, point=given_point)
@@ -240,9 +245,76 @@ def test_dropped_states_of_blocks_are_no_gap_but_dropped_kv_is() -> None:
 
 def test_rows_behind_no_block_are_whole() -> None:
     """All blocks are held already, and only the rest of a point is saved."""
-    found = with_states().whole_units(stateful(([-1], [])), 4, 4, PointPages(1, {1: 20, 3: 21}))
+    found = with_states().whole_units(stateful(([-1], [])), 4, 4, PointPages(1, 4, {1: 20, 3: 21}))
     assert found is not None
     assert [table.array().tolist() for table in found] == [[[SKIP]], [[20]], [[SKIP]], [[21]]]
+
+
+# --- with windows -----------------------------------------------------------------------------
+
+WINDOWED = (LayerGroup(0, 16, (0,)), LayerGroup(1, 32, (), of="windows"),
+            LayerGroup(2, 8, (), of="windows"))  # fmt: skip
+LAYER = BlockShape(1, 1, 1, block_tokens=16, dtype="int8")
+TAILS = PointShape(
+    (),
+    LAYER.nbytes,
+    1,
+    (
+        WindowGroup(1, ("a", "b"), LAYER.with_layers(2), before=40),
+        WindowGroup(2, ("c",), LAYER, before=16),
+    ),
+)
+"""Rows: a of the last block, b of it, c of it, then a and b of the block before, and so on."""
+
+
+@given(
+    start=st.integers(0, 4),
+    stop=st.integers(1, 4),
+    lost=st.integers(0, 5),
+    begin=st.sampled_from([0, 16, 48]),
+    gone=st.integers(0, 64),
+)
+def test_rows_of_windows_have_the_places_of_their_block(
+    start: int, stop: int, lost: int, begin: int, gone: int
+) -> None:
+    """``lost`` is how many of the point's first rows are held already."""
+    start, rows = min(start, stop), max(TAILS.rows(stop) - lost, 1)
+    tables = ([1, 2, 3, 4], [10, 11], [20 + i for i in range(8)])
+    pages = [tables[0], *([-1 if (i + 1) * size <= gone else page for i, page in enumerate(own)]
+                          for own, size in zip(tables[1:], (32, 8), strict=True))]  # fmt: skip
+    made = Paging(WINDOWED, 16, no_page=-1, point=TAILS)
+    found = made.units(pages, start, stop, begin, PointPages(rows, stop, {}))
+    first = TAILS.rows(stop) - rows
+    for group, table in list(zip(WINDOWED, found, strict=True))[1:]:
+        got = tokens_of(table)
+        assert got[: (stop - start) * 16] == [SKIP] * (stop - start) * 16
+        expected = []
+        for row in TAILS.window_rows[first : TAILS.rows(stop)]:
+            block = stop - 1 - row.distance
+            there = naive(pages[group.index], group.page_tokens, 16, block, block + 1, begin, -1)
+            expected += there if row.group == group.index else [SKIP] * 16
+        assert got[(stop - start) * 16 :] == expected
+    needs = {1: range(max(stop - 3, 0) * 16, stop * 16), 2: range(max(stop - 1, 0) * 16, stop * 16)}
+    whole = all(
+        naive(pages[group], WINDOWED[group].page_tokens, 16, 0, stop, 0, -1)[token] != SKIP
+        for group, tokens in needs.items()
+        for token in tokens
+    )
+    assert made.sees(pages, stop) == whole
+    saved = made.whole_units(pages, start, stop, PointPages(rows, stop, {}))
+    assert (saved is not None) == whole
+
+
+@given(stop=st.integers(33, 64), start=st.integers(0, 32), gone=st.integers(0, 64))
+def test_windows_that_go_on_before_the_boundary_need_what_is_seen_there(
+    stop: int, start: int, gone: int
+) -> None:
+    blocks = -(-stop // 16)
+    pages = [[1, 2, 3, 4], [-1 if 32 * (i + 1) <= gone else 10 + i for i in range(2)], [20] * 8]
+    made = Paging(WINDOWED, 16, no_page=-1, point=TAILS)
+    seen = range(max(stop - 40, start) // 16 * 16, stop)
+    there = naive(pages[1], 32, 16, 0, blocks, 0, -1)
+    assert made.sees(pages, blocks, start, stop) == all(there[token] != SKIP for token in seen)
 
 
 # --- users of pages ---------------------------------------------------------------------------

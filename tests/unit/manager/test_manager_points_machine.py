@@ -7,6 +7,7 @@ that events told of, and tries every boundary of a prompt one by one.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcore.errors import CapacityError
 from kvcore.manager import HOST, Hit, WritePolicy
 from kvcore.manager.base import Planned
-from kvcore.model.points import PointShape, StateGroup, point_keys
+from kvcore.model.points import PointShape, StateGroup, WindowGroup, point_keys
+from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import RowError
 from support.manager import NAMESPACE, ManagerRig, chain
 
@@ -27,7 +29,7 @@ limits = st.none() | st.integers(0, 7)
 class Twin:
     """What tiers hold, by the events of the index alone."""
 
-    def __init__(self, rig: ManagerRig, rows: int, every: int) -> None:
+    def __init__(self, rig: ManagerRig, rows: Callable[[int], int], every: int) -> None:
         self.rig, self.rows, self.every = rig, rows, every
         self.seen = 0
         self.held: dict[str, set[bytes]] = {HOST: set(), "disk": set()}
@@ -56,7 +58,7 @@ class Twin:
         boundaries = [
             n
             for n in range(1, most + 1)
-            if n % self.every == 0 and self.has([*keys[:n], *point_keys(keys[n - 1], self.rows)])
+            if n % self.every == 0 and self.has([*keys[:n], *point_keys(keys[n - 1], self.rows(n))])
         ]
         return max(boundaries, default=0)
 
@@ -65,15 +67,22 @@ class PointsMachine(RuleBasedStateMachine):
     """Random saves and losses of points of prompts that share prefixes."""
 
     write = WritePolicy.WRITE_THROUGH
-    host, rows, every = 12, 2, 1
+    host, rows, every, window = 12, 2, 1, 0
+
+    def count(self, blocks: int) -> int:
+        """The rows of a point: the states, and two a block of the window."""
+        return self.rows + 2 * min(blocks, self.window)
 
     def __init__(self) -> None:
         super().__init__()
-        point = PointShape((StateGroup(1, ("s",), 10 * self.rows),), 10, self.every)
+        states = (StateGroup(1, ("s",), 10 * self.rows),) if self.rows else ()
+        layer = BlockShape(2, 1, 2, block_tokens=2, dtype="uint8")
+        windows = (WindowGroup(2, ("a", "b"), layer, before=2 * self.window - 1),)
+        point = PointShape(states, 10, self.every, windows if self.window else ())
         self.rig = ManagerRig(
             self.host, 20, write=self.write, staging=3, batch=3, admit=2, points=point
         )
-        self.twin = Twin(self.rig, self.rows, self.every)
+        self.twin = Twin(self.rig, self.count, self.every)
         self.planned: list[Planned] = []
 
     @rule(names=names_, whole=st.booleans())
@@ -83,7 +92,9 @@ class PointsMachine(RuleBasedStateMachine):
         before, used = manager.in_flight, manager.index.num_used(HOST)
         graph = self.rig.save_point(keys, len(keys)) if whole else self.rig.save(keys)
         if graph is not None and whole:
-            assert graph.keys[-1] == point_keys(keys[-1], self.rows)[-1], "a part of a point"
+            assert graph.keys[-1] == point_keys(keys[-1], self.count(len(keys)))[-1], (
+                "a part of a point"
+            )
         if graph is None and manager.in_flight == before:
             assert manager.index.num_used(HOST) <= used
 
@@ -110,7 +121,7 @@ class PointsMachine(RuleBasedStateMachine):
         hit = self.rig.manager.get_match(keys, NAMESPACE, limit)
         blocks = self.twin.longest(keys, limit)
         assert (hit.blocks, hit.reached) == (blocks, self.twin.reached(keys[:limit]))
-        assert hit.point == (self.rows if blocks else 0)
+        assert hit.point == (self.count(blocks) if blocks else 0)
         self.check_sources(hit, keys)
 
     def look_everything_up(self) -> None:
@@ -124,7 +135,7 @@ class PointsMachine(RuleBasedStateMachine):
         if not hit.sources:
             return
         blocks = hit.blocks
-        assert list(hit.keys) == [*keys[:blocks], *point_keys(keys[blocks - 1], self.rows)]
+        assert list(hit.keys) == [*keys[:blocks], *point_keys(keys[blocks - 1], self.count(blocks))]
         reached = 0
         for tier, start, stop in hit.sources:
             assert start == reached < stop
@@ -147,13 +158,13 @@ class PointsMachine(RuleBasedStateMachine):
     def evict(self, names: Names, tier: str, point: bool) -> None:
         """Leave out the end of a chain, or of the point behind it."""
         keys = chain(*names)
-        lost = list(point_keys(keys[-1], self.rows))[-1:] if point else keys
+        lost = list(point_keys(keys[-1], self.count(len(keys))))[-1:] if point else keys
         self.rig.manager.invalidation.evict(tier, lost)
 
     @rule(names=names_, tier=st.sampled_from([HOST, "disk"]), point=st.booleans())
     def delete(self, names: Names, tier: str, point: bool) -> None:
         keys = chain(*names)
-        lost = point_keys(keys[-1], self.rows)[0] if point else keys[-1]
+        lost = point_keys(keys[-1], self.count(len(keys)))[0] if point else keys[-1]
         self.rig.manager.invalidation.delete(tier, [lost])
 
     @rule(pick=st.integers(0, 50), count=st.integers(1, 6))
@@ -223,6 +234,12 @@ class SelectiveMachine(PointsMachine):
     rows = 1
 
 
+class WindowsMachine(PointsMachine):
+    """Points without states, of more rows behind more blocks."""
+
+    rows, window = 0, 2
+
+
 _budget = settings(
     max_examples=40,
     stateful_step_count=40,
@@ -233,6 +250,7 @@ TestPoints = PointsMachine.TestCase
 TestEverySecond = EverySecondMachine.TestCase
 TestWriteBack = WriteBackMachine.TestCase
 TestSelective = SelectiveMachine.TestCase
-for case in (TestPoints, TestEverySecond, TestWriteBack, TestSelective):
+TestWindows = WindowsMachine.TestCase
+for case in (TestPoints, TestEverySecond, TestWriteBack, TestSelective, TestWindows):
     case.settings = _budget
 del case  # else pytest finds the last one twice

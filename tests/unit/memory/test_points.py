@@ -127,7 +127,7 @@ def engines(draw: st.DrawFn) -> Engine:
         layers[group] = [kind, *others]
     block = draw(st.sampled_from(BLOCKS))
     made = Engine(layers, block, draw(st.integers(2, 5)))
-    if made.point.rows > SLOTS:  # a large state and a small block
+    if made.point.state_rows > SLOTS:  # a large state and a small block
         made = Engine(layers, BLOCKS[-1], made.pages)
     return made
 
@@ -138,7 +138,7 @@ def engines(draw: st.DrawFn) -> Engine:
 def test_a_point_comes_back_in_other_pages_and_nothing_else_is_touched(
     ops: DeviceOps, engine: Engine, seed: int, data: st.DataObject
 ) -> None:
-    groups, rows = list(engine.tensors), engine.point.rows
+    groups, rows = list(engine.tensors), engine.point.state_rows
     pages = st.integers(0, engine.pages - 1)
     source = {group: data.draw(pages, label=f"from, {group}") for group in groups}
     target = {group: data.draw(pages, label=f"to, {group}") for group in groups}

@@ -16,6 +16,7 @@ from kvcore.model.keys import KEY_BYTES
 from kvcore.model.points import (
     PointShape,
     StateGroup,
+    WindowGroup,
     is_point_row,
     last_point_key,
     point_keys,
@@ -64,7 +65,7 @@ def test_the_pieces_are_every_byte_of_every_state_once_and_in_order(point: Point
         for byte in range(piece.nbytes)
     ]
     assert found == expected
-    assert places == list(range(point.nbytes))
+    assert places == list(range(point.state_nbytes))
 
 
 @given(shapes())
@@ -79,14 +80,15 @@ def test_a_piece_lies_in_one_row_and_is_as_long_as_it_can_be(point: PointShape) 
 
 @given(shapes())
 def test_rows_are_as_many_as_the_states_need(point: PointShape) -> None:
-    assert point.nbytes == sum(piece.nbytes for piece in point.pieces())
-    assert {piece.row for piece in point.pieces()} == set(range(point.rows))
-    assert point.rows * point.row_nbytes >= point.nbytes > (point.rows - 1) * point.row_nbytes
+    assert point.state_nbytes == sum(piece.nbytes for piece in point.pieces())
+    assert {piece.row for piece in point.pieces()} == set(range(point.state_rows))
+    most, least = point.state_rows * point.row_nbytes, (point.state_rows - 1) * point.row_nbytes
+    assert most >= point.state_nbytes > least
 
 
 def test_two_groups_by_hand() -> None:
     point = PointShape((StateGroup(2, ("a", "b"), 5), StateGroup(0, ("c",), 3)), 8, every=1)
-    assert (point.nbytes, point.rows) == (13, 2)
+    assert (point.state_nbytes, point.state_rows) == (13, 2)
     assert list(point.pieces()) == [
         (0, 2, 0, 0, 0, 5),
         (0, 2, 1, 0, 5, 3),
@@ -194,14 +196,69 @@ def test_a_chain_is_the_blocks_and_the_rows_behind_the_last(
     blocks = data.draw(st.integers(1, len(keys)))
     chain = point.chain(keys, blocks)
     assert list(chain[:blocks]) == keys[:blocks]
-    assert chain[blocks:] == point_keys(keys[blocks - 1], point.rows)
+    assert chain[blocks:] == point_keys(keys[blocks - 1], point.state_rows)
+
+
+@st.composite
+def with_windows(draw: st.DrawFn) -> PointShape:
+    """Rows of 12 bytes, and windows whose layers have 2, 4 or 8 of a block."""
+    states = draw(st.sampled_from([(), (StateGroup(0, ("s",), 30),)]))
+    windows = []
+    for group in range(1, draw(st.integers(1, 3)) + 1):
+        layers, dim = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 4]))
+        shape = BlockShape(layers, 1, dim, block_tokens=1, dtype="int8")
+        names = tuple(f"{group}.{layer}" for layer in range(layers))
+        windows.append(WindowGroup(group, names, shape, draw(st.integers(1, 4))))
+    return PointShape(states, 12, 1, tuple(windows))
+
+
+@given(with_windows(), st.integers(1, 6))
+def test_the_rows_of_windows_are_every_layer_of_every_block_that_is_seen(
+    point: PointShape, blocks: int
+) -> None:
+    """From the boundary backwards, so that a row is the same at any boundary."""
+    rows = point.window_rows[: point.rows(blocks) - point.state_rows]
+    assert point.state_rows == (3 if point.states else 0)
+    found = [(row.distance, row.group, layer) for row in rows for layer in row.layers]
+    assert found == [
+        (distance, window.group, layer)
+        for distance in range(blocks)
+        for window in point.windows
+        if distance < window.before
+        for layer in range(window.shape.layers)
+    ]
+    nbytes = {window.group: window.shape.layer_nbytes for window in point.windows}
+    assert all(len(row.layers) * nbytes[row.group] <= point.row_nbytes for row in rows)
+    keys = [bytes([block]) * KEY_BYTES for block in range(blocks)]
+    assert point.chain(keys, blocks)[-1] == point.last_row(keys, blocks)
+    assert len(point.chain(keys, blocks)) == blocks + point.rows(blocks)
+
+
+@pytest.mark.parametrize(
+    ("before", "spare", "blocks"), [(127, 1, 8), (127, 0, 8), (128, 1, 9), (1, 0, 1), (112, 0, 7)]
+)
+def test_a_window_has_the_blocks_that_the_next_token_sees(
+    before: int, spare: int, blocks: int
+) -> None:
+    shape = BlockShape(1, 1, 1, block_tokens=16, dtype="int8")
+    window = WindowGroup(1, ("w",), shape, before, spare)
+    point = PointShape((), 64, 1, (window,))
+    assert window.blocks == blocks
+    assert point.spare == 16 * blocks - before >= spare
+    assert PointShape((StateGroup(0, ("s",), 9),), 64, 1, (window,)).spare == 0
+
+
+def test_a_layer_of_a_window_that_fits_no_row_is_refused() -> None:
+    shape = BlockShape(1, 1, 4, block_tokens=16, dtype="int8")
+    with pytest.raises(LayoutError, match="keeps 128 bytes of a block, more than the 127"):
+        PointShape((), 127, 1, (WindowGroup(1, ("w",), shape, 9),))
 
 
 # --- what fits a model ------------------------------------------------------------------------
 
 SHAPE = BlockShape(layers=2, kv_heads=4, head_dim=8, block_tokens=16, dtype="int8")
 KV = LayerGroup(0, 16, (0, 1), ("a", "b"))
-STATES = LayerGroup(1, 32, (), states=True)
+STATES = LayerGroup(1, 32, (), of="states")
 
 
 def point_of(*groups: int, row_nbytes: int = SHAPE.nbytes) -> PointShape:
@@ -251,7 +308,7 @@ def test_rows_that_are_not_of_the_size_of_a_block_of_every_rank_are_refused(
 def test_a_point_names_the_groups_of_states_and_no_others(
     groups: tuple[LayerGroup, ...], named: tuple[int, ...]
 ) -> None:
-    with pytest.raises(LayoutError, match="resume points of groups"):
+    with pytest.raises(LayoutError, match="resume points of states of groups"):
         model(point_of(*named), groups=groups)
 
 

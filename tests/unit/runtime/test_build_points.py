@@ -33,13 +33,13 @@ from support.transfers import load_blocks  # noqa: E402
 
 BLOCK, PAGES = 16, 6
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=8, block_tokens=BLOCK, dtype="float32")
-GROUPS = (LayerGroup(0, BLOCK, (0, 1)), LayerGroup(1, 2 * BLOCK, (), states=True))
+GROUPS = (LayerGroup(0, BLOCK, (0, 1)), LayerGroup(1, 2 * BLOCK, (), of="states"))
 POINT = PointShape((StateGroup(1, ("a", "b"), 2400),), SHAPE.nbytes, 2)
 PLAIN = ModelDescription(SHAPE, GROUPS[:1], bytes(16), 1)
 MODEL = ModelDescription(SHAPE, GROUPS, bytes(16), 1, point=POINT)
 ROWS = 2
 DIGEST = Namespace(bytes(16)).digest
-PAGING = Paging(GROUPS, BLOCK, no_page=-1)
+PAGING = Paging(GROUPS, BLOCK, no_page=-1, point=POINT)
 
 
 def settings(**tables: dict[str, object]) -> Config:
@@ -275,7 +275,7 @@ class Halves:
         assert planned is not None
         assert planned.graph.point is not None
         start, stop = planned.blocks.start, planned.blocks.start + planned.graph.point
-        pages = PointPages(ROWS, {1: page})
+        pages = PointPages(ROWS, blocks, {1: page})
         tables = PAGING.whole_units([table, []], start, stop, pages)
         assert tables is not None
         assert manager.wait(manager.launch(planned, tables).graph_id, 30)
@@ -284,7 +284,7 @@ class Halves:
         """Return how many blocks were found, and where."""
         manager = self.leader.manager
         hit = manager.get_match(keys(), DIGEST, limit)
-        point = PointPages(hit.point, {1: page})
+        point = PointPages(hit.point, hit.blocks, {1: page})
         tables = PAGING.units([table, []], 0, hit.blocks, point=point)
         graph = load_blocks(manager, hit, 0, hit.depth, tables)
         assert manager.wait(graph.graph_id, 30)

@@ -17,7 +17,7 @@ from kvcore.memory.copy import DeviceOps
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
-from kvcore.memory.points import row_copies
+from kvcore.memory.points import point_copies
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup
@@ -28,19 +28,19 @@ from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
 GROUPS = (
-    LayerGroup(0, 16, (), states=True),
+    LayerGroup(0, 16, (), of="states"),
     LayerGroup(1, 8, (0, 1)),
-    LayerGroup(2, 16, (), states=True),
+    LayerGroup(2, 16, (), of="states"),
 )
 POINT = PointShape((StateGroup(2, ("a", "b"), 1200), StateGroup(0, ("c",), 70)), SHAPE.nbytes, 2)
 ROWS = 3
 """a | a b | b c: each row but the first has bytes of two layers, and the last of both groups."""
 PAGES, SLOTS, WAIT = 6, 16, 60.0
-PAGING = Paging(GROUPS, SHAPE.block_tokens, no_page=-1)
+PAGING = Paging(GROUPS, SHAPE.block_tokens, no_page=-1, point=POINT)
 
 
 def test_the_point_is_as_the_tests_below_take_it_to_be() -> None:
-    assert POINT.rows == ROWS
+    assert POINT.state_rows == ROWS
     where = [(piece.row, piece.group, piece.layer) for piece in POINT.pieces()]
     assert where == [(0, 2, 0), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 0, 0)]
 
@@ -66,7 +66,7 @@ class Rig:
             ops=ops,
             pages=EnginePages(
                 [nothing, DeviceGroup((0, 1), view, page_tokens), nothing],
-                points=row_copies(POINT, self.states),
+                points=point_copies(POINT, self.states, {}),
             ),
             limits=WorkerLimits(),
         )
@@ -124,7 +124,7 @@ def units(
     kv: Sequence[int], states: dict[int, int], start: int = 0, stop: int = 3, rows: int = ROWS
 ) -> list[UnitTable]:
     """The tables of blocks [start, stop) in pages ``kv``, and of the last rows of a point."""
-    return PAGING.units(([], kv, []), start, stop, point=PointPages(rows, states))
+    return PAGING.units(([], kv, []), start, stop, point=PointPages(rows, stop, states))
 
 
 def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -236,15 +236,15 @@ def test_rows_that_a_tier_does_not_have_leave_the_rest_of_the_state_alone(rig: R
 def test_what_a_page_has_behind_a_point_becomes_zero(whole: bool) -> None:
     """It may have been a state, and no number. The engine's pages are two of the view's."""
     rig, place = Rig(ReferenceOps(), page_tokens=16), {0: 1, 2: 1}
-    paging = Paging([GROUPS[0], LayerGroup(1, 16, (0, 1)), GROUPS[2]], 8, no_page=-1)
+    paging = Paging([GROUPS[0], LayerGroup(1, 16, (0, 1)), GROUPS[2]], 8, no_page=-1, point=POINT)
     blocks = 4 if whole else 3
     slots = list(range(blocks + ROWS))
-    tables = paging.units(([], [0, 1], []), 0, blocks, point=PointPages(ROWS, place))
+    tables = paging.units(([], [0, 1], []), 0, blocks, point=PointPages(ROWS, blocks, place))
     assert rig.save(slots, tables, point=blocks) == {}
     saved = [tensor[:blocks].clone() for tensor in rig.kv]
     for tensor in rig.kv:
         tensor.fill_(torch.nan)
-    tables = paging.units(([], [1, 2], []), 0, blocks, point=PointPages(ROWS, place))
+    tables = paging.units(([], [1, 2], []), 0, blocks, point=PointPages(ROWS, blocks, place))
     assert rig.load(slots, tables, point=blocks) == {}
     for tensor, right in zip(rig.kv, saved, strict=True):
         assert tensor[:2].isnan().all(), "pages of others"
