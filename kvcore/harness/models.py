@@ -140,9 +140,9 @@ def tiny_model(
     Args:
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
             layers, and so do ``gemma4``, with wider heads in those of full attention, and
-            ``gpt_oss``, with attention sinks; ``mistral`` has the window on every layer; ``lfm2`` and ``qwen3_next`` alternate attention with layers that keep a
-            state; ``deepseek_v2`` keeps a latent (MLA), every layer dense; the others have full
-            attention.
+            ``gpt_oss``, with attention sinks; ``mistral`` has the window on every layer; ``lfm2``
+            and ``qwen3_next`` alternate attention with layers that keep a state; ``deepseek_v2``
+            keeps a latent (MLA), every layer dense; the others have full attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
             Ignored by architectures without a window.
         vocabulary: number of tokens; None means as many as the tokenizer has. A small one is for
@@ -411,11 +411,12 @@ def _phi3_config(shape: _Shape, **common: Any) -> Any:
 
 def _gemma4_config(shape: _Shape, **common: Any) -> Any:
     """Layers without a window have heads twice as wide, and half as many of K and V."""
-    from transformers import Gemma4TextConfig
+    import transformers
 
+    hf: Any = transformers  # its type stubs lack the heads of full attention
     layers = common["num_hidden_layers"]
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    return Gemma4TextConfig(
+    return hf.Gemma4TextConfig(
         sliding_window=shape.sliding_window,
         layer_types=kinds,
         global_head_dim=2 * common["head_dim"],

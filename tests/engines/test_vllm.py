@@ -437,12 +437,13 @@ def assert_all_whole(
 
 
 def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
-    """Two cache groups: pages out of the window are dropped by the engine, and not missed."""
+    """Blocks keep both. Pages out of the window are dropped by the engine, and not missed."""
     tiny = tiny_model("gemma3")
     prompts = windows(tiny, 8, 200, 900, seed=6)
     kvcore = {
         "host": {"capacity": "256MiB"},
         "disk": {"path": str(tmp_path / "kv"), "capacity": "1GiB"},
+        "vllm": {"windows": "dense"},
     }
     with engine(tiny, None, enable_prefix_caching=False) as process:
         expected = answers(process, prompts)

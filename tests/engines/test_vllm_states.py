@@ -1,6 +1,7 @@
-"""Models whose layers keep a state, on vLLM: hybrids with short convolutions and gated delta nets.
+"""Models with resume points, on vLLM: layers with states (hybrids) and layers with windows.
 
-Such a model can go on only where its states are at hand: at boundaries of which vLLM keeps them.
+Such a model can go on only where its states are at hand, at boundaries of which vLLM keeps them, or
+where the ends of its windows were saved.
 A state of zeros need not change the likeliest token of so small a model, so log-probabilities are
 compared too, and mistakes are planted that must show (`tests/engines/spoiling`).
 """
@@ -31,13 +32,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 VOCABULARY = 512
-LENGTH = 900
+BLOCK, LENGTH = 8, 900
 AS_NEAR = 1e-3
 """How near log-probabilities in float32 are, where the same is computed."""
 
 
 class Kind(NamedTuple):
-    """A kind of model, and how it is started. vLLM keeps states every ``step`` tokens."""
+    """A kind of model, and how it is started. vLLM keeps states every ``step`` tokens.
+
+    Windows are kept at any block.
+    """
 
     arch: str
     step: int
@@ -48,7 +52,8 @@ class Kind(NamedTuple):
 
 # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
 LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-# Its CPU build forgets a block size that it chose itself, and then keeps few states.
+WINDOWS = ("gpt_oss", "gemma3", "gemma4")
+# vLLM's CPU build forgets a block size that it chose itself, and then keeps few states.
 QWEN = {"dtype": "bfloat16", "block_size": 384}
 KINDS = {
     "lfm2": Kind("lfm2", 128, LFM2),
@@ -60,9 +65,16 @@ KINDS = {
     # vLLM 0.30's kernel for CPUs takes no convolutions as wide as LFM2's.
     "qwen3_next-0.30": Kind("qwen3_next", 384, QWEN, python="vllm-0.30"),
     "qwen3_next-tails": Kind("qwen3_next", 128, {**QWEN, "prefix_match_unit": 128}),
+    "gpt_oss": Kind("gpt_oss", 128, {}),
+    "gpt_oss-v2": Kind("gpt_oss", 128, {}, V2),
+    "gpt_oss-0.33": Kind("gpt_oss", 128, {}, python="vllm-0.33"),
+    "gemma3-ranks": Kind("gemma3", 128, {"tensor_parallel_size": 2}),
+    "gemma4": Kind("gemma4", 128, {"max_num_batched_tokens": 256}),
+    "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
-NIGHTLY = [name for name in KINDS if name != "lfm2"]
-"""Two groups of states and one of attention, or three and one."""
+DAILY = ("lfm2", "gemma4")
+NIGHTLY = [name for name in KINDS if name not in DAILY]
+"""Two groups of states and one of attention, or three and one; one or more groups of windows."""
 
 
 class Served(NamedTuple):
@@ -77,6 +89,8 @@ class Served(NamedTuple):
 
     def resumed(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt that was stored come back. The last one is computed."""
+        if self.kind.arch in WINDOWS:
+            return min(len(prompt) // BLOCK * BLOCK, len(prompt) - 1)
         return (len(prompt) - 1) // self.kind.step * self.kind.step
 
     @contextmanager
@@ -94,7 +108,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=["lfm2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
+    params=[*DAILY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
 )
 def kind(request: pytest.FixtureRequest) -> Kind:
     found = KINDS[request.param]
@@ -119,15 +133,17 @@ def model_of(kind: Kind) -> Path:
     """A model whose states take several rows of blocks."""
     ranks = kind.args.get("tensor_parallel_size", 1)
     heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
-    layers = 6 if kind.arch == "lfm2" else 4
-    return tiny_model(kind.arch, layers=layers, head_dim=64, vocabulary=VOCABULARY, **heads)
+    layers = 4 if kind.arch == "qwen3_next" else 6
+    return tiny_model(
+        kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY, **heads
+    )
 
 
 def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more: Any) -> Any:
     """An engine with kvcore, with blocks of eight tokens."""
     disk = {"disk": {"path": str(folder / "kv"), "capacity": "256MiB"}}
     config = {
-        "block": {"tokens": 8},
+        "block": {"tokens": BLOCK},
         "host": {"capacity": "64MiB"},
         "transfer": {"load_deadline_s": 600},
         **(tier or disk),
@@ -290,8 +306,8 @@ def test_a_store_gives_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> 
 
 
 def only_one(kind: Kind) -> None:
-    if kind.arch != "lfm2" or kind.python or kind.env or kind.args != LFM2:
-        pytest.skip("one kind is enough")
+    if kind not in (KINDS["lfm2"], KINDS["gpt_oss"]):
+        pytest.skip("one kind with states and one with windows are enough")
 
 
 @pytest.mark.exhaustive

@@ -161,16 +161,24 @@ def _window_groups(
     None if every layer has one: nothing is left then for blocks.
     """
     groups = kv_cache_config.kv_cache_groups
-    found = tuple(
-        i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec
-    )
-    others = {type(group.kv_cache_spec) for i, group in enumerate(groups) if i not in found}
-    if not found or others != {FullAttentionSpec}:
+    found = [i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec]
+    others = [group for i, group in enumerate(groups) if i not in found]
+    if not found or {type(group.kv_cache_spec) for group in others} != {FullAttentionSpec}:
         return ()
+    most = sum(len(group.layer_names) * _token_nbytes(group.kv_cache_spec) for group in others)
+    largest = max(_token_nbytes(groups[i].kv_cache_spec) for i in found)
+    if not dense and largest > most:
+        dense = f"one of their layers keeps {largest} bytes a token, all others together {most}"
     if dense:
         _log.info("blocks keep the KV of %d groups of layers with windows: %s", len(found), dense)
         return ()
-    return found
+    return tuple(found)
+
+
+def _token_nbytes(spec: Any) -> int:
+    """Return the bytes that a layer keeps of a token on one rank."""
+    width = spec.head_size + getattr(spec, "head_size_v", spec.head_size)
+    return int(spec.num_kv_heads * width * spec.dtype.itemsize)
 
 
 def _window_group(

@@ -131,5 +131,5 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
     offered = {"r": [(1, 5, 64), (1, 6, 128)]}
     state = SimpleNamespace(boundary_state_offloads=offered, get_block_ids=lambda name: PAGES)
     output: Any = SimpleNamespace(kv_connector_block_state=state)
-    rig.side._save_points(output)
+    rig.side._save_states(output)
     assert saved == points

@@ -217,6 +217,7 @@ def test_a_model_that_cannot_be_described_runs_without_kvcore(
         raise error
 
     monkeypatch.setattr(connector, "_check_sleep", lambda: None)
+    monkeypatch.setattr(kvcore_vllm.connector, "dense_windows", lambda *_: "")
     monkeypatch.setattr(kvcore_vllm.connector, "describe", fails)
     assert connector._describe() is None
     assert str(error) in caplog.text

@@ -1,12 +1,12 @@
-"""Mistakes with the states of resume points, which the tests of states must see.
+"""Mistakes with resume points, which the tests of states and windows must see.
 
 Put this folder on PYTHONPATH and kvcore finds it by its entry point. The file that the environment
 variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any:
 
-    zeros     a load fills the states with zeros
-    group     a load leaves out one group of states
-    earlier   states are saved as those of the boundary before theirs
-    fail      a load of states fails
+    zeros     a load fills states and windows with zeros
+    group     a load leaves out one group of them
+    earlier   they are saved as those of the boundary before theirs
+    fail      a load of a point fails
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from kvcore.connector.page_table import Paging
 from kvcore.errors import TransferError
+from kvcore.memory.points import PointCopies, PointMemory
 from kvcore.worker.executors import DeviceCopy
 from kvcore_vllm.leader import Leader
 
@@ -38,16 +40,37 @@ def _spoil_loads() -> None:
         if loads and order == "fail":
             raise TransferError("a mistake on purpose")
         if loads and order == "group":
-            last = max(part.group for part in points)
-            kept = [i for i, part in enumerate(points) if part.group != last]
-            self._points, self._point_rows = [points[i] for i in kept], [memory[i] for i in kept]
+            last = max(part.group for part in (*points.states, *points.windows))
+            self._point_rows = PointMemory(
+                [
+                    m
+                    for part, m in zip(points.states, memory.states, strict=True)
+                    if part.group != last
+                ],
+                [
+                    m
+                    for part, m in zip(points.windows, memory.windows, strict=True)
+                    if part.group != last
+                ],
+            )
+            self._points = PointCopies(
+                [part for part in points.states if part.group != last],
+                [part for part in points.windows if part.group != last],
+            )
         right(self, graph, first, rows, places)
         self._points, self._point_rows = points, memory
         if loads and order == "zeros":
-            for part in points:
+            for part in points.states:
                 page = int(graph.units[part.group].array()[first + part.row, 0])
                 for tensor in part.pages.tensors:
                     tensor[page].zero_()
+            for window in points.windows:
+                table = graph.units[window.group]
+                found = table.array()[[first + row for row in window.rows if first + row in rows]]
+                size = window.pages.layout.page_tokens // table.unit_tokens
+                for page in set((found[found >= 0] // max(size, 1)).tolist()):
+                    for tensor in window.pages.tensors:
+                        tensor[page].zero_()
 
     DeviceCopy._copy_point = wrong  # type: ignore[method-assign]
 
@@ -64,6 +87,17 @@ def _spoil_saves() -> None:
         return found
 
     Leader._whole_points = wrong  # type: ignore[method-assign]
+    table = Paging._windows
+
+    @wraps(table)
+    def shifted(self: Any, group: Any, pages: Any, blocks: int, begin: int, point: Any) -> Any:
+        """The block before, in each row of a window."""
+        if point is not None and _order() == "earlier":
+            back = max(self._block_tokens // group.page_tokens, 1)
+            pages = [*pages[:back], *pages[:-back]]
+        return table(self, group, pages, blocks, begin, point)
+
+    Paging._windows = shifted  # type: ignore[method-assign]
 
 
 _spoil_loads()

@@ -176,8 +176,8 @@ def test_windows_come_back_in_other_pages(
                 tensor[theirs[group][token // size], :, token % size] = -2.0
     rig.pages[3][0][target[0]] = -2.0
     untouched = rig.tokens(1, theirs[1], range(held * BLOCK))
-    span = Span(held, len(keys))
-    graph = build_load(next(rig.ids), Chain.of(keys, b"n" * 16, span), places[held:], (),
+    wanted = Span(held, len(keys))
+    graph = build_load(next(rig.ids), Chain.of(keys, b"n" * 16, wanted), places[held:], (),
                        batch_rows=2, point=blocks - held)  # fmt: skip
     pages = PointPages(rows, blocks, {3: target[0]})
     rig.run(graph, PAGING.units(theirs, held, blocks, held * BLOCK, pages))
