@@ -483,8 +483,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def _save_points(self, output: SchedulerOutput) -> None:
         """Save the resume points whose states this step leaves in a page, and their blocks.
 
-        vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
-        are of no use to anybody, and are not saved.
+        vLLM names the page of each state that it keeps at a boundary, and ``points.policy`` chooses
+        among them. Blocks behind the last point are of no use to anybody, and are not saved.
         """
         state = output.kv_connector_block_state
         if state is None or self.disabled:
@@ -494,10 +494,36 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             pages = state.get_block_ids(request_id)
             if tracked is None or not tracked.may_save or pages is None:
                 continue
-            for boundary, states in sorted(self._whole_points(offered).items()):
-                if boundary <= tracked.control.savable(self._most_saved(tracked.request)):
-                    lane = self._plan.late_saves.append
-                    self._save_blocks(tracked, boundary // self._block, pages, lane, states)
+            most = tracked.control.savable(self._most_saved(tracked.request))
+            points = self._whole_points(offered)
+            for boundary in self._wanted(tracked, sorted(b for b in points if b <= most)):
+                lane, blocks = self._plan.late_saves.append, boundary // self._block
+                if self._save_blocks(tracked, blocks, pages, lane, points[boundary]):
+                    tracked.last_point = max(tracked.last_point, boundary)
+
+    def _wanted(self, tracked: Tracked, offered: Sequence[int]) -> Sequence[int]:
+        """Return at which of the boundaries ``offered`` a resume point is saved.
+
+        vLLM has states at the ends of their pages, so the boundary for the end of a prompt, or for
+        a junction, is up to a page before it. The policy need not know of pages.
+        """
+        if not offered:
+            return ()
+        request, hit = tracked.request, tracked.hit
+        page = max(group.page_tokens for group in self._model.groups if group.states)
+        prompt = request.num_prompt_tokens
+        # Where vLLM found that the prompt parts from another (0: nowhere), and where kvcore did.
+        parts = [getattr(request, "shared_prefix_boundary", 0)]
+        kept = tracked.last_point
+        if hit is not None:
+            kept = max(kept, hit.blocks * self._block)
+            parts.append(hit.reached * self._block if hit.reached > hit.blocks else 0)
+        return self._wanted_points(
+            offered,
+            ends=[b for b in offered if b <= prompt <= b + page],
+            junctions=[b for b in offered if any(b <= at < b + page for at in parts)],
+            kept=kept,
+        )
 
     def _whole_points(self, offered: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
         """Return the boundaries at which vLLM offers the states of all groups, and their pages."""
@@ -523,15 +549,17 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         pages: PageTables,
         lane: Lane,
         states: Mapping[int, int] | None = None,
-    ) -> None:
+    ) -> bool:
+        """Save the first blocks of a request that no tier holds. Return True if a save began."""
         if not self._requests.may_save(tracked):
-            return
+            return False
         tracked.make_keys()
         blocks = min(blocks, len(tracked.chain.keys))
         tokens = None if tracked.extras else tracked.request._all_token_ids
         known = tracked.saved_blocks
-        self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
+        graph = self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
         tracked.saved_blocks = max(blocks, known)
+        return graph is not None
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
