@@ -24,7 +24,14 @@ from kvcore.config.schema_engines import SglangConfig, TrtllmConfig, VllmConfig
 from kvcore.config.schema_fusion import FusionConfig, PlannerConfig
 from kvcore.config.schema_server import ServerConfig
 from kvcore.config.schema_telemetry import ExplainConfig, LogConfig, MetricsConfig, TraceConfig
-from kvcore.config.schema_tiers import DiskConfig, HostConfig, TierConfig, TransferConfig, tier_name
+from kvcore.config.schema_tiers import (
+    DiskConfig,
+    HostConfig,
+    PointsConfig,
+    TierConfig,
+    TransferConfig,
+    tier_name,
+)
 from kvcore.errors import ConfigError
 
 __all__ = ["BlockConfig", "Config", "NamespaceConfig", "OpsConfig", "PluginsConfig"]
@@ -122,6 +129,7 @@ class Config(SchemaModel):
     host: HostConfig = HostConfig()
     disk: DiskConfig = DiskConfig()
     tiers: dict[Annotated[str, AfterValidator(tier_name)], TierConfig] = Field(default_factory=dict)
+    points: PointsConfig = PointsConfig()
     transfer: TransferConfig = TransferConfig()
     fusion: FusionConfig = FusionConfig()
     planner: PlannerConfig = PlannerConfig()

@@ -1,4 +1,4 @@
-"""The settings tables ``[host]``, ``[disk]``, ``[tiers.NAME]`` and ``[transfer]``."""
+"""The settings tables ``[host]``, ``[disk]``, ``[tiers.NAME]``, ``[points]``, ``[transfer]``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "BackingConfig",
     "DiskConfig",
     "HostConfig",
+    "PointsConfig",
     "TierConfig",
     "TransferConfig",
     "tier_name",
@@ -163,6 +164,23 @@ class TierConfig(BackingConfig):
         description="Name of the tier plugin (see `kvcore plugins`).",
     )
     options: Options = Field(default_factory=dict, description="Arguments of the plugin.")
+
+
+class PointsConfig(SchemaModel):
+    """Resume points of models with states: at which tokens what is found can end."""
+
+    policy: Name = Field(
+        default="spaced",
+        description='Which of the points that the engine offers are saved: "spaced" (the ends of '
+        "prompts, junctions of prompts, and between them as many as take an eighth of the bytes of "
+        'the blocks), "all", or the name of a plugin\'s (see `kvcore plugins`).',
+    )
+    policy_options: Options = Field(
+        default_factory=dict,
+        description='Arguments of the policy. Those of "spaced": `ends` and `junctions` '
+        "(true), `share` (8: bytes of blocks for each byte of a point between them), and `every` "
+        "(tokens between two of these, in place of `share`; 0: none).",
+    )
 
 
 class TransferConfig(SchemaModel):

@@ -29,6 +29,7 @@ from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
 from kvcore.index import Event
+from kvcore.index.policy import PointPolicy, SpacedPoints
 from kvcore.manager import Transport
 from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
@@ -112,8 +113,12 @@ def leader_parts(
     recorder: RequestRecorder,
     fusion: F | None = None,
     planning: LoadAdvisor | None = None,
+    points: PointPolicy | None = None,
 ) -> LeaderParts[F]:
-    """Collect the parts of an engine's `LeaderCore`, which releases ``parts`` when it closes."""
+    """Collect the parts of an engine's `LeaderCore`, which releases ``parts`` when it closes.
+
+    ``points`` chooses the resume points of a model with states; by default, `SpacedPoints` does.
+    """
     return LeaderParts(
         manager=parts.manager,
         transport=transport,
@@ -121,6 +126,7 @@ def leader_parts(
         recorder=recorder,
         fusion=fusion,
         planning=planning,
+        points=points or SpacedPoints(),
         releases=parts.releases,
     )
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvcore.connector.page_table import (
     of_one_pool,
 )
 from kvcore.explain.recorder import RequestRecorder
+from kvcore.index.policy import PointPolicy, PointRequest, SpacedPoints
 from kvcore.manager import HOST, Hit, Manager, Transport
 from kvcore.manager.base import Lane, Planned
 from kvcore.manager.load_advisor import LoadAdvisor
@@ -83,6 +84,7 @@ class LeaderParts(Generic[F]):
         recorder: counts lookups in ``metrics`` and keeps the records that `kvcore explain` shows.
         fusion: plans blends; None if there is no fusion.
         planning: weighs a load against recomputing; None if every hit is loaded.
+        points: chooses the resume points to save; of no use to a model without them.
         releases: called once when the leader closes.
     """
 
@@ -92,6 +94,7 @@ class LeaderParts(Generic[F]):
     recorder: RequestRecorder
     fusion: F | None = None
     planning: LoadAdvisor | None = None
+    points: PointPolicy = field(default_factory=SpacedPoints)
     releases: Sequence[Callable[[], None]] = ()
 
 
@@ -133,6 +136,7 @@ class LeaderCore(ABC, Generic[F]):
         self._traits = traits
         self._fusion = parts.fusion
         self._planning = parts.planning
+        self._points = parts.points
         self._releases = parts.releases
         self._block = config.block.tokens
         self._deadline_s = config.transfer.load_deadline_s
@@ -240,6 +244,23 @@ class LeaderCore(ABC, Generic[F]):
             else:
                 self._saved[graph.graph_id] = saved
         return graph
+
+    def _wanted_points(
+        self,
+        offered: Sequence[int],
+        ends: Collection[int],
+        junctions: Collection[int],
+        kept: int,
+    ) -> list[int]:
+        """Return which of the boundaries ``offered`` get a resume point, ascending.
+
+        The arguments are those of `PointRequest`, in tokens. One that is not chosen is as if the
+        engine had not offered it: its blocks are saved with the next point behind it.
+        """
+        assert self._model.point is not None, "a resume point of a model that has none"
+        size = self._model.point.most_rows * self._block
+        chosen = self._points.take(PointRequest(offered, ends, junctions, kept, size))
+        return [boundary for boundary in offered if boundary in chosen]
 
     def _launch_save(
         self,

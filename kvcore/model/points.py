@@ -52,7 +52,6 @@ __all__ = [
 _MASK = int.from_bytes(b"kvcore-point-row", "big")
 _KEYS = 1 << (8 * KEY_BYTES)
 _HALVES = ">u8"
-_SHARE = 8
 
 
 def point_keys(block: bytes, rows: int) -> tuple[bytes, ...]:
@@ -225,17 +224,17 @@ class PointShape:
         most = self.row_nbytes // window.shape.layer_nbytes
         return [range(start, min(start + most, layers)) for start in range(0, layers, most)]
 
+    @property
+    def most_rows(self) -> int:
+        """The number of rows of a point far from the start of a prompt."""
+        return self.state_rows + len(self.window_rows)
+
     def rows(self, blocks: int) -> int:
         """Return the number of rows of a point behind ``blocks`` blocks."""
         return self.state_rows + sum(
             min(blocks, window.blocks) * len(self._layers_of_rows(window))
             for window in self.windows
         )
-
-    @property
-    def stride(self) -> int:
-        """Blocks between two points, if points are to take an eighth of the bytes of the blocks."""
-        return _SHARE * len(self.window_rows) + _SHARE * self.state_rows
 
     def chain(self, keys: Sequence[bytes], blocks: int) -> tuple[bytes, ...]:
         """Return the first ``blocks`` of ``keys``, and the rows of the point behind them."""

@@ -7,6 +7,7 @@ from kvcore.plugins.attention import AttentionBatch, AttentionCall, AttentionHoo
 from kvcore.plugins.hookspecs import (
     AttentionPlugin,
     OpsPlugin,
+    PointPolicyPlugin,
     PolicyPlugin,
     SelectorPlugin,
     hookimpl,
@@ -23,6 +24,7 @@ __all__ = [
     "EngineSpec",
     "OpsPlugin",
     "PluginManager",
+    "PointPolicyPlugin",
     "PolicyPlugin",
     "PreparedTier",
     "SelectorPlugin",

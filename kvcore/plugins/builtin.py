@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import ConfigError
-from kvcore.plugins.hookspecs import OpsPlugin, PolicyPlugin, SelectorPlugin, hookimpl, store_plugin
+from kvcore.plugins.hookspecs import (
+    OpsPlugin,
+    PointPolicyPlugin,
+    PolicyPlugin,
+    SelectorPlugin,
+    hookimpl,
+    store_plugin,
+)
 from kvcore.tiers.spec import PreparedTier, TierContext, TierPlugin
 
 _POLICIES = ("lru", "lfu", "arc", "s3fifo", "priority")
+_POINTS = ("spaced", "all")
 _STORES = {
     "files": "files.store",
     "memory-store": "memory",
@@ -30,6 +38,11 @@ _SELECTORS = ("runs", "question", "key", "value", "key+value")
 @hookimpl
 def kvcore_policies() -> list[PolicyPlugin]:
     return [PolicyPlugin(name, _policy(name)) for name in _POLICIES]
+
+
+@hookimpl
+def kvcore_point_policies() -> list[PointPolicyPlugin]:
+    return [PointPolicyPlugin(name, _points(name)) for name in _POINTS]
 
 
 @hookimpl
@@ -64,6 +77,13 @@ def _selector(name: str) -> Callable[..., Any]:
 
 def _policy(name: str) -> Callable[[], Any]:
     return lambda: import_module("kvcore.index.policy").BUILTIN_POLICIES[name]
+
+
+def _points(name: str) -> Callable[..., Any]:
+    def make(**options: Any) -> Any:
+        return import_module("kvcore.index.policy").BUILTIN_POINTS[name](**options)
+
+    return make
 
 
 def _prepare_disk(context: TierContext) -> PreparedTier:

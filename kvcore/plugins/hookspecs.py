@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvcore.fusion.ops import FusionOps
     from kvcore.fusion.select import Selector
     from kvcore.index.policy.base import EvictionPolicy
+    from kvcore.index.policy.points import PointPolicy
     from kvcore.memory.copy.base import DeviceOps
     from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
@@ -47,6 +48,18 @@ class PolicyPlugin:
 
     name: str
     factory: Callable[[], type[EvictionPolicy]]
+
+
+@dataclass(frozen=True)
+class PointPolicyPlugin:
+    """A way to choose the resume points that are saved of a model with states.
+
+    ``factory(**points.policy_options)`` returns an instance that serves all requests. If the
+    options do not fit it raises ConfigError, or TypeError for an unknown argument.
+    """
+
+    name: str
+    factory: Callable[..., PointPolicy]
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,12 @@ def kvcore_tiers() -> Sequence[TierPlugin]:
 @hookspec
 def kvcore_policies() -> Sequence[PolicyPlugin]:
     """Return eviction policies."""
+    raise NotImplementedError
+
+
+@hookspec
+def kvcore_point_policies() -> Sequence[PointPolicyPlugin]:
+    """Return policies that choose which resume points are saved."""
     raise NotImplementedError
 
 

@@ -27,6 +27,7 @@ from kvcore.plugins.hookspecs import (
     PROJECT,
     AttentionPlugin,
     OpsPlugin,
+    PointPolicyPlugin,
     PolicyPlugin,
     SelectorPlugin,
 )
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from kvcore.fusion.ops import FusionOps
     from kvcore.fusion.select import Selector
     from kvcore.index.policy.base import EvictionPolicy
+    from kvcore.index.policy.points import PointPolicy
     from kvcore.memory.copy.base import DeviceOps
     from kvcore.model.shape import BlockShape
     from kvcore.plugins.attention import AttentionHook
@@ -51,6 +53,7 @@ _HOOKS: dict[str, tuple[str, type[Any]]] = {
     "kvcore_engines": ("engine", EngineSpec),
     "kvcore_tiers": ("tier", TierPlugin),
     "kvcore_policies": ("policy", PolicyPlugin),
+    "kvcore_point_policies": ("point policy", PointPolicyPlugin),
     "kvcore_ops": ("ops", OpsPlugin),
     "kvcore_selectors": ("selector", SelectorPlugin),
     "kvcore_attention": ("attention", AttentionPlugin),
@@ -141,10 +144,15 @@ class PluginManager:
     def selector(self, name: str, options: Mapping[str, Any]) -> Selector:
         """Return a selector. Raises ConfigError for an unknown name or options that do not fit."""
         factory = self._named("selector", name, SelectorPlugin).factory
-        try:
-            return factory(**options)
-        except TypeError as error:
-            raise ConfigError(f"selector {name!r} with options {dict(options)}: {error}") from error
+        return _with_options("selector", name, factory, options)
+
+    def point_policy(self, name: str, options: Mapping[str, Any]) -> PointPolicy:
+        """Return a policy of resume points.
+
+        Raises ConfigError for an unknown name or options that do not fit.
+        """
+        factory = self._named("point policy", name, PointPolicyPlugin).factory
+        return _with_options("point policy", name, factory, options)
 
     def ops(self) -> list[DeviceOps]:
         """Return every implementation of the device operations that works here, for `select_ops`.
@@ -177,6 +185,7 @@ class PluginManager:
             ("engine", "engine", config.engine),
             ("host.policy", "policy", config.host.policy),
             ("disk.policy", "policy", config.disk.policy),
+            ("points.policy", "point policy", config.points.policy),
             ("ops.backend", "ops", config.ops.backend),
             ("fusion.selector", "selector", config.fusion.selector),
             *((f"tiers.{name}.plugin", "tier", t.plugin) for name, t in config.tiers.items()),
@@ -259,6 +268,16 @@ def _check_names(offers: Iterable[Offer], found: Mapping[tuple[str, str], Offer]
                 "choose another name"
             )
         taken[at] = offer.origin.plugin
+
+
+def _with_options(
+    kind: str, name: str, factory: Callable[..., _T], options: Mapping[str, Any]
+) -> _T:
+    """Return what ``factory`` makes. Raises ConfigError for options that do not fit."""
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r} with options {dict(options)}: {error}") from error
 
 
 def _make_ops(found: Offer, factory: Callable[[], _T]) -> _T | None:

@@ -98,10 +98,11 @@ def build_scheduler_side(
             layerwise=layerwise and in_step,
         )
     fusion = _fusion_leader(config, vllm_config, model, parts, pace)
+    points = parts.plugins.point_policy(config.points.policy, config.points.policy_options)
     side = Leader(
         config,
         model,
-        leader_parts(parts, outbox, recorder, fusion, planning),
+        leader_parts(parts, outbox, recorder, fusion, planning, points),
         outbox,
         parts.open_tiers,
         policy=pace,

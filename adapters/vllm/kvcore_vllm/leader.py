@@ -44,7 +44,7 @@ from kvcore.model.points import PointShape
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import Span, TransferGraph
-from kvcore_vllm.due import DueRequests, decode_run
+from kvcore_vllm.due import RUN_TOKENS, DueRequests, decode_run
 from kvcore_vllm.fences import readers_of
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
@@ -158,7 +158,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             missed = len(tokens) - computed
             tracked.count_miss = partial(self.recorder.missed, name, control.why_no_load, missed)
             return 0, False
-        tracked.hit, tracked.parts = hit, hit.reached
+        tracked.hit = hit
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:
@@ -505,31 +505,58 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def _save_windows(self, tracked: Tracked, output: SchedulerOutput, point: PointShape) -> None:
         """Save the resume points that a request reaches in this step, and their blocks.
 
-        vLLM drops the pages that a window has left, after the step. So what the step reaches is
-        saved with it: a point at the end of the prompt, one where the prompt parts from an earlier
-        one, and one every `PointShape.stride` blocks. `request_finished` saves the last one.
+        vLLM drops the pages that a window has left after the step. So what the step reaches is
+        saved with it: ``points.policy`` chooses among the end of the prompt, the place where the
+        prompt parts from an earlier one, and others between. `request_finished` saves the last.
         """
         request, state = tracked.request, output.kv_connector_block_state
         reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
         computed = min(reached, request.num_tokens)  # see `_save_computed`
         most = tracked.control.savable(self._most_saved(request))
-        ends = [min(most, request.num_prompt_tokens) // self._block, tracked.parts]
-        step = point.stride
+        end = min(most, request.num_prompt_tokens) // self._block
+        parts = 0 if tracked.hit is None else tracked.hit.reached
+        step = max(point.most_rows, RUN_TOKENS // self._block)
         first, last = tracked.saved_blocks, min(computed, most) // self._block
-        passed = [blocks for blocks in (*ends, last // step * step) if first < blocks <= last]
+        found = {end, parts, *range(first // step * step, last + 1, step)}
         pages = None if state is None else state.get_block_ids(request.request_id)
-        for blocks in sorted(set(passed)):
-            if pages is not None and self._paging.sees(pages, blocks):
-                self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append, {})
-        ahead = [*ends, (reached // self._block // step + 1) * step]
-        missing = min(n * self._block - reached for n in ahead if n * self._block > reached)
-        self._due.again(request.request_id, missing)
+        if pages is not None:
+            offered = [
+                n for n in sorted(found) if first < n <= last and self._paging.sees(pages, n)
+            ]
+            self._save_wanted(tracked, pages, offered, end, parts)
+        ahead = [n * self._block for n in (end, parts, (reached // self._block // step + 1) * step)]
+        self._due.again(request.request_id, min(n - reached for n in ahead if n > reached))
+
+    def _save_wanted(
+        self,
+        tracked: Tracked,
+        pages: PageTables,
+        offered: Sequence[int],
+        end: int,
+        parts: int,
+    ) -> None:
+        """Save those of the points behind so many blocks that the policy wants."""
+        wanted = self._wanted_points(
+            [blocks * self._block for blocks in offered],
+            ends=[end * self._block],
+            junctions=[parts * self._block],
+            kept=self._kept(tracked),
+        )
+        for boundary in wanted:
+            lane = self._plan.late_saves.append
+            if self._save_blocks(tracked, boundary // self._block, pages, lane, {}):
+                tracked.last_point = max(tracked.last_point, boundary)
+
+    def _kept(self, tracked: Tracked) -> int:
+        """Return the token before which the last point of a request is, saved or found."""
+        found = 0 if tracked.hit is None else tracked.hit.blocks * self._block
+        return max(tracked.last_point, found)
 
     def _save_states(self, output: SchedulerOutput) -> None:
         """Save the resume points whose states this step leaves in a page, and their blocks.
 
-        vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
-        are of no use to anybody, and are not saved.
+        vLLM names the page of each state that it keeps at a boundary, and ``points.policy`` chooses
+        among them. Blocks behind the last point are of no use to anybody, and are not saved.
         """
         state = output.kv_connector_block_state
         if state is None or self.disabled:
@@ -539,10 +566,34 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             pages = state.get_block_ids(request_id)
             if tracked is None or not tracked.may_save or pages is None:
                 continue
-            for boundary, states in sorted(self._whole_points(offered).items()):
-                if boundary <= tracked.control.savable(self._most_saved(tracked.request)):
-                    lane = self._plan.late_saves.append
-                    self._save_blocks(tracked, boundary // self._block, pages, lane, states)
+            most = tracked.control.savable(self._most_saved(tracked.request))
+            points = self._whole_points(offered)
+            for boundary in self._wanted(tracked, sorted(b for b in points if b <= most)):
+                lane, blocks = self._plan.late_saves.append, boundary // self._block
+                if self._save_blocks(tracked, blocks, pages, lane, points[boundary]):
+                    tracked.last_point = max(tracked.last_point, boundary)
+
+    def _wanted(self, tracked: Tracked, offered: Sequence[int]) -> Sequence[int]:
+        """Return at which of the boundaries ``offered`` a resume point is saved.
+
+        vLLM has states at the ends of their pages, so the boundary for the end of a prompt, or for
+        a junction, is up to a page before it. The policy need not know of pages.
+        """
+        if not offered:
+            return ()
+        request, hit = tracked.request, tracked.hit
+        page = max(group.page_tokens for group in self._model.groups if group.of == "states")
+        prompt = request.num_prompt_tokens
+        # Where vLLM found that the prompt parts from another (0: nowhere), and where kvcore did.
+        parts = [getattr(request, "shared_prefix_boundary", 0)]
+        if hit is not None:
+            parts.append(hit.reached * self._block if hit.reached > hit.blocks else 0)
+        return self._wanted_points(
+            offered,
+            ends=[b for b in offered if b <= prompt <= b + page],
+            junctions=[b for b in offered if any(b <= at < b + page for at in parts)],
+            kept=self._kept(tracked),
+        )
 
     def _whole_points(self, offered: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
         """Return the boundaries at which vLLM offers the states of all groups, and their pages."""
@@ -568,15 +619,17 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         pages: PageTables,
         lane: Lane,
         states: Mapping[int, int] | None = None,
-    ) -> None:
+    ) -> bool:
+        """Save the first blocks of a request that no tier holds. Return True if a save began."""
         if not self._requests.may_save(tracked):
-            return
+            return False
         tracked.make_keys()
         blocks = min(blocks, len(tracked.chain.keys))
         tokens = None if tracked.extras else tracked.request._all_token_ids
         known = tracked.saved_blocks
-        self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
+        graph = self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
         tracked.saved_blocks = max(blocks, known)
+        return graph is not None
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""

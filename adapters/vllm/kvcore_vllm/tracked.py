@@ -52,8 +52,7 @@ class Tracked:
         load_tokens: the tokens of the last load; of one that was refused, all that vLLM lacked.
         reused: the tokens of the last load or blend, by tier.
         saved_blocks: the blocks at its start that need no further save.
-        parts: the blocks at its start that were held at the last lookup, with a resume point behind
-            them or not: where the prompt parts from an earlier one, if the model keeps points.
+        last_point: the token before which its last resume point was saved.
         new: the request has not been looked up yet.
         join_until: the monotonic time until which it waits for another request's load.
         control: what it asks of kvcore.
@@ -73,7 +72,7 @@ class Tracked:
     may_save: bool = True
     reused: dict[str, int] = field(default_factory=dict)
     saved_blocks: int = 0
-    parts: int = 0
+    last_point: int = 0
     fusing: VllmFusionRequest | None = None
     memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,13 +12,24 @@ from kvcore import log
 from kvcore.cli.options import AsJson
 from kvcore.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvcore.cli.simulate.agents import Agents
+
 __all__ = ["simulate_trace"]
 
 
 def simulate_trace(
     trace: Annotated[
-        Path, typer.Argument(help="Trace as JSON lines, in the format that Mooncake publishes.")
-    ],
+        Path | None,
+        typer.Argument(help="Trace as JSON lines, in the format that Mooncake publishes."),
+    ] = None,
+    generate: Annotated[
+        str | None, typer.Option("--generate", help="In place of a trace: agents, made up.")
+    ] = None,
+    sessions: Annotated[
+        int, typer.Option("--sessions", help="Sessions of --generate agents.")
+    ] = 220,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of --generate agents.")] = 7,
     host: Annotated[
         list[str] | None, typer.Option("--host", help="Host memory [64GiB]. May be repeated.")
     ] = None,
@@ -41,6 +52,25 @@ def simulate_trace(
     token_bytes: Annotated[
         str, typer.Option("--token-bytes", help="KV bytes of a token, over all layers.")
     ] = "128KiB",
+    point_bytes: Annotated[
+        str,
+        typer.Option(
+            "--point-bytes",
+            help='Bytes of a resume point, for a model with states; or blocks of as many: "7rows".',
+        ),
+    ] = "0",
+    point_step: Annotated[
+        int | None,
+        typer.Option("--point-step", help="Tokens between two places of points [a block]."),
+    ] = None,
+    points: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--points",
+            help="Points that are kept: ends, junctions and every=TOKENS, joined by commas; last; "
+            "all; or a policy by its name, as in points.policy [ends,junctions]. May be repeated.",
+        ),
+    ] = None,
     layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")] = 32,
     width: Annotated[
         int, typer.Option("--width", help="Hidden size: heads times head size.")
@@ -73,8 +103,7 @@ def simulate_trace(
 
     Repeated options make a sweep over all combinations.
     """
-    from kvcore.cli.simulate.sweep import Machine, Sweep, as_json, as_table, draw, run
-    from kvcore.cli.simulate.trace import read_trace
+    from kvcore.cli.simulate.sweep import Machine, Sweep, Trace, as_json, as_table, draw, run
 
     log.configure("error")
     machine = Machine(
@@ -87,16 +116,36 @@ def simulate_trace(
         host_bandwidth,
         disk_bandwidth,
         disk_latency_ms,
+        point_bytes,
+        point_step,
     )
     sweep = Sweep(
-        host or ["64GiB"], disk or ["0B"], policies or ["lru"], ways or ["planner"], write
+        host or ["64GiB"],
+        disk or ["0B"],
+        policies or ["lru"],
+        ways or ["planner"],
+        write,
+        points or ["ends,junctions"],
     )
-    if next(read_trace(trace, block_tokens, 1), None) is None:
-        raise ConfigError(f"{trace} has no requests: give a file of JSON lines")
-    outcomes = list(run(trace, machine, sweep, speed, limit))
+    chosen = Trace(_source(trace, generate, sessions, seed), limit)
+    if next(chosen.requests(block_tokens), None) is None:
+        raise ConfigError(f"{chosen.name} has no requests: give a file of JSON lines")
+    outcomes = list(run(chosen, machine, sweep, speed))
     if in_json:
-        typer.echo(as_json(trace, outcomes))
+        typer.echo(as_json(chosen, outcomes))
     else:
-        Console().print(as_table(trace, outcomes))
+        Console().print(as_table(chosen, outcomes))
     if picture is not None:
-        draw(picture, trace, outcomes)
+        draw(picture, chosen, outcomes)
+
+
+def _source(trace: Path | None, generate: str | None, sessions: int, seed: int) -> Path | Agents:
+    from kvcore.cli.simulate.agents import Agents
+
+    if (trace is None) == (generate is None):
+        raise ConfigError("give the file of a trace, or --generate agents: one of them")
+    if trace is not None:
+        return trace
+    if generate != "agents":
+        raise ConfigError(f"given --generate {generate!r}; supported is agents")
+    return Agents(sessions=sessions, seed=seed)

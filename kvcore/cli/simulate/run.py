@@ -12,17 +12,20 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
 
 from kvcore.cli.simulate.media import Clock, Media
+from kvcore.cli.simulate.points import Bytes, PointRule, held, point_shape
 from kvcore.cli.simulate.trace import TraceRequest
 from kvcore.errors import CapacityError, ConfigError
 from kvcore.index import BlockIndex, TierSpec
+from kvcore.index.policy import SpacedPoints
 from kvcore.index.policy.admission import Always, OnNthUse
 from kvcore.manager import HOST, Backing, Hit, KVManager, Readiness, TransferOptions, WritePolicy
+from kvcore.manager.base import Planned
 from kvcore.manager.load_policy import (
     Action,
     Ahead,
@@ -31,6 +34,7 @@ from kvcore.manager.load_policy import (
     PlanRequest,
     TokenSource,
 )
+from kvcore.model.points import PointShape, point_keys
 from kvcore.telemetry.metrics import MissReason
 from kvcore.telemetry.rates import ComputeRates, Rates, TierRates, pipelined
 from kvcore.transfer.graph import Path, Span, UnitTable
@@ -50,6 +54,10 @@ class Way(str, Enum):
     NEVER = "never"
 
 
+_POINTS = PointRule("ends,junctions", SpacedPoints(every=0))
+_MANY = 1 << 20
+"""Graphs in flight: more than there are points of a prompt, which an engine saves over time."""
+
 _HOST = TierRates(2e-5, 1 / 2e10)
 _DISK = TierRates(2e-4, 1 / 3e9)
 
@@ -68,6 +76,9 @@ class Scenario:
         write, admit_after: when a block is written to disk.
         batch_blocks: blocks per operation.
         step_bytes: largest load from host memory that is part of a step.
+        point_bytes: bytes of a resume point; 0 for a model that goes on behind any block.
+        point_step: blocks between two boundaries at which the engine has one.
+        points: which of them are kept.
     """
 
     host_blocks: int
@@ -87,6 +98,9 @@ class Scenario:
     batch_blocks: int = 16
     staging_blocks: int = 32
     step_bytes: int = 512 * 2**20
+    point_bytes: int = 0
+    point_step: int = 1
+    points: PointRule = _POINTS
 
     def __post_init__(self) -> None:
         if min(self.host_blocks, self.block_tokens, self.block_bytes, self.layers) < 1:
@@ -99,6 +113,18 @@ class Scenario:
                 f"given {self.disk_blocks} blocks on disk and {self.staging_blocks} for staging; "
                 "neither may be negative"
             )
+        if self.point_bytes < 0 or self.point_step < 1:
+            raise ConfigError(
+                f"given points of {self.point_bytes} bytes every {self.point_step} blocks; the "
+                "first must not be negative, the second at least 1"
+            )
+
+    @property
+    def point_shape(self) -> PointShape | None:
+        """The resume points of the model; None without them."""
+        if not self.point_bytes:
+            return None
+        return point_shape(self.point_bytes, self.block_bytes, self.point_step)
 
 
 @dataclass
@@ -108,7 +134,8 @@ class Outcome:
     ``found`` counts loaded tokens by tier, and ``misses`` the lookups that loaded nothing, by
     reason. ``first_token`` has the seconds from arrival to the first token of each request.
     ``prefill`` is the time that the engine computed, and ``prefill_alone`` the time that it would
-    have without kvcore.
+    have without kvcore. ``held`` are the bytes that each tier has at the end, and ``written``
+    those that were saved from the device.
     """
 
     scenario: Scenario
@@ -119,6 +146,8 @@ class Outcome:
     first_token: array[float] = field(default_factory=lambda: array("d"))
     prefill: float = 0.0
     prefill_alone: float = 0.0
+    held: dict[str, Bytes] = field(default_factory=dict)
+    written: Bytes = field(default_factory=Bytes)
 
     @property
     def hit_rate(self) -> dict[str, float]:
@@ -145,17 +174,23 @@ def simulate(scenario: Scenario, requests: Iterable[TraceRequest], speed: float 
         machine.arrive(request)
     machine.clock.run_out()
     machine.manager.check_integrity()
+    index = machine.manager.index
+    machine.outcome.held = {t: held(index, t, scenario.block_bytes) for t in index.tiers}
     return machine.outcome
 
 
 @dataclass
 class _Job:
-    """A request at the engine. KV of ``loaded`` tokens is present, or is loaded in the step."""
+    """A request at the engine, and its lookup.
+
+    KV of ``loaded`` tokens is present, or is loaded in the step.
+    """
 
     request: TraceRequest
     arrived: float
+    hit: Hit
     loaded: int = 0
-    in_step: Hit | None = None
+    in_step: bool = False
 
 
 class _Machine:
@@ -164,6 +199,7 @@ class _Machine:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._block = scenario.block_tokens
+        self._points = scenario.point_shape
         self.clock = Clock()
         self.outcome = Outcome(scenario)
         self.manager = _manager(scenario, self.clock)
@@ -190,9 +226,10 @@ class _Machine:
 
     def arrive(self, request: TraceRequest) -> None:
         self.manager.maintain()
-        hit = self.manager.get_match(request.keys, NAMESPACE)
+        most = (request.tokens - 1) // self._block  # the last token is always computed
+        hit = self.manager.get_match(request.keys, NAMESPACE, most)
         stop = self._stop(request, hit)
-        job = _Job(request, self.clock.now)
+        job = _Job(request, self.clock.now, hit)
         if stop:
             self._load(job, hit, stop)
         else:
@@ -200,20 +237,21 @@ class _Machine:
 
     def _stop(self, request: TraceRequest, hit: Hit) -> int:
         """Return the number of tokens to load. If it is 0, count the reason."""
-        held = min(hit.depth * self._block, request.tokens - 1)
-        if not held:
+        found = min(hit.blocks * self._block, request.tokens - 1)
+        if not found:
             short = not request.keys
             self._missed(MissReason.TOO_SHORT if short else MissReason.NOT_CACHED)
             return 0
-        stop = held
+        stop = found
         if self._scenario.way is Way.NEVER:
             stop = 0
         elif self._scenario.way is Way.PLANNER:
             plan = self._planner.plan(self._ask(request, hit))
-            stop = 0 if plan.action is Action.RECOMPUTE else plan.stop
+            whole = found if hit.point else plan.stop  # a point is loaded whole or not at all
+            stop = 0 if plan.action is Action.RECOMPUTE else whole
         if not stop:
             self._missed(MissReason.PLANNED)
-        elif self.manager.can_load(hit, 0, -(-stop // self._block)) is not Readiness.READY:
+        elif self.manager.can_load(hit, 0, self._rows(hit, stop)) is not Readiness.READY:
             self._missed(MissReason.BUSY)
             return 0
         return stop
@@ -224,7 +262,11 @@ class _Machine:
             tier: Ahead(operations, blocks * size)
             for tier, (operations, blocks) in self.manager.reads_in_flight.items()
         }
-        sources = tuple(TokenSource(s.tier, s.stop * self._block) for s in hit.sources)
+        sources = tuple(
+            TokenSource(s.tier, min(s.stop, hit.blocks) * self._block)
+            for s in hit.sources
+            if s.start < hit.blocks
+        )
         busy = max(0.0, self._free_at - self.clock.now) + self._waiting
         return PlanRequest(request.tokens, 0, sources, ahead, busy)
 
@@ -232,23 +274,27 @@ class _Machine:
         misses = self.outcome.misses
         misses[reason.value] = misses.get(reason.value, 0) + 1
 
+    def _rows(self, hit: Hit, stop: int) -> int:
+        """Return how many rows of ``hit`` a load of ``stop`` tokens moves."""
+        return hit.depth if hit.point else -(-stop // self._block)
+
     def _load(self, job: _Job, hit: Hit, stop: int) -> None:
-        blocks = -(-stop // self._block)
+        rows = self._rows(hit, stop)
         job.loaded = stop
-        if set(hit.blocks_by_tier(0, blocks)) <= {HOST} and (
-            blocks * self._scenario.block_bytes <= self._scenario.step_bytes
-        ):
-            job.in_step = hit
+        in_host = set(hit.blocks_by_tier(0, rows)) <= {HOST}
+        small = rows * self._scenario.block_bytes <= self._scenario.step_bytes
+        if in_host and small and not hit.point:  # points are loaded between steps
+            job.in_step = True
             self._enqueue(job)
             return
         try:
-            planned = self.manager.plan_load(hit, Span(0, blocks))
+            planned = self.manager.plan_load(hit, Span(0, rows))
         except CapacityError:
             job.loaded = 0
             self._missed(MissReason.BUSY)
             self._enqueue(job)
             return
-        self.manager.launch(planned, self._places(blocks), on_end=lambda: self._enqueue(job))
+        self.manager.launch(planned, self._places(rows), on_end=lambda: self._enqueue(job))
         self._found(hit, stop)
 
     def _found(self, hit: Hit, stop: int) -> None:
@@ -296,7 +342,7 @@ class _Machine:
 
         Blocks that have left host memory since the lookup are computed.
         """
-        if job.in_step is None:
+        if not job.in_step:
             return 0.0
         keys = job.request.keys
         hit = self.manager.get_match(keys, NAMESPACE)
@@ -317,10 +363,36 @@ class _Machine:
         outcome.tokens += request.tokens
         outcome.first_token.append(self.clock.now - job.arrived)
         outcome.prefill_alone += self._rates.prefill_seconds(request.tokens, 0)
-        planned = self.manager.plan_save(request.keys, NAMESPACE, len(request.keys))
-        if planned is not None:
-            self.manager.launch(planned, self._places(planned.blocks.size))
+        if self._points is None:
+            self._save(self.manager.plan_save(request.keys, NAMESPACE, len(request.keys)))
+        else:
+            self._save_points(self._points, job)
         self._next()
+
+    def _save_points(self, points: PointShape, job: _Job) -> None:
+        """Save the resume points that are kept of a prompt, with the blocks before them."""
+        keys, rule, saved = job.request.keys, self._scenario.points, False
+        computed = job.loaded // self._block
+        for blocks in rule.take(points, job.hit, computed, len(keys), self._block):
+            planned = self.manager.plan_save(keys, NAMESPACE, blocks, point=True)
+            saved = self._save(planned) or saved
+        if rule.moves and saved and job.loaded:
+            rows = point_keys(keys[computed - 1], points.rows)
+            for tier in self.manager.index.tiers:
+                self.manager.invalidation.evict(tier, rows)
+
+    def _save(self, planned: Planned | None) -> bool:
+        """Launch a save and count its bytes. Return False if there is nothing to save."""
+        if planned is None:
+            return False
+        rows, point, size = planned.blocks.size, planned.graph.point, self._scenario.block_bytes
+        blocks = rows if point is None else max(point, 0)
+        before = self.outcome.written
+        self.outcome.written = Bytes(
+            before.blocks + blocks * size, before.points + (rows - blocks) * size
+        )
+        self.manager.launch(planned, self._places(rows))
+        return True
 
 
 def _manager(scenario: Scenario, clock: Clock) -> KVManager:
@@ -340,11 +412,15 @@ def _manager(scenario: Scenario, clock: Clock) -> KVManager:
     }
     media = Media(clock, rates, scenario.block_bytes, lambda report: manager.complete(report))
     staging = range(scenario.host_blocks, scenario.host_blocks + scenario.staging_blocks)
+    options = TransferOptions(staging, batch_blocks=scenario.batch_blocks)
+    if scenario.point_bytes:
+        options = replace(options, max_in_flight=_MANY)
     manager = KVManager(
         BlockIndex(specs),
         media,
         backing=backing,
-        options=TransferOptions(staging, batch_blocks=scenario.batch_blocks),
+        options=options,
+        points=scenario.point_shape,
         clock=lambda: clock.now,
     )
     return manager

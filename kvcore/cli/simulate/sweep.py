@@ -11,20 +11,27 @@ from typing import Any
 
 from rich.table import Table
 
+from kvcore.cli.simulate.agents import Agents
+from kvcore.cli.simulate.points import PointRule
 from kvcore.cli.simulate.run import Outcome, Scenario, Way, simulate
-from kvcore.cli.simulate.trace import read_trace
+from kvcore.cli.simulate.trace import TraceRequest, read_trace
 from kvcore.config import format_size, parse_size
 from kvcore.errors import ConfigError
 from kvcore.index.policy import BUILTIN_POLICIES
 from kvcore.manager import WritePolicy
+from kvcore.plugins import PluginManager
 from kvcore.telemetry.rates import ComputeRates, TierRates
 
-__all__ = ["Machine", "Sweep", "as_json", "as_table", "draw", "run"]
+__all__ = ["Machine", "Sweep", "Trace", "as_json", "as_table", "draw", "run"]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The model and the media: KV bytes per token, weights, and bytes and FLOP per second."""
+    """The model and the media: KV bytes per token, weights, and bytes and FLOP per second.
+
+    ``point_bytes`` are those of a resume point ("0" for a model without), or a number of blocks
+    such as "7 rows". The engine has one every ``point_step`` tokens.
+    """
 
     block_tokens: int
     token_bytes: str
@@ -35,25 +42,48 @@ class Machine:
     host_bandwidth: str
     disk_bandwidth: str
     disk_latency_ms: float
+    point_bytes: str = "0"
+    point_step: int | None = None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The values to combine into scenarios: sizes as text, policies, and what decides to load."""
+    """The values to combine into scenarios.
+
+    They are sizes as text, policies, what decides to load, and which resume points are kept.
+    """
 
     host: Sequence[str]
     disk: Sequence[str]
     policies: Sequence[str]
     ways: Sequence[str]
     write: str
+    points: Sequence[str] = ("ends,junctions",)
 
 
-def run(
-    trace: Path, machine: Machine, sweep: Sweep, speed: float, limit: int | None
-) -> Iterator[Outcome]:
+@dataclass(frozen=True)
+class Trace:
+    """The requests of every scenario: of a file, or made up."""
+
+    source: Path | Agents
+    limit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name to show."""
+        return self.source.name if isinstance(self.source, Path) else "agents"
+
+    def requests(self, block_tokens: int) -> Iterator[TraceRequest]:
+        """Return the requests from the first on. Raises ConfigError or FormatError."""
+        if isinstance(self.source, Path):
+            return read_trace(self.source, block_tokens, self.limit)
+        return self.source.requests(block_tokens, self.limit)
+
+
+def run(trace: Trace, machine: Machine, sweep: Sweep, speed: float) -> Iterator[Outcome]:
     """Yield the outcome of each scenario as it ends. Raises ConfigError or FormatError."""
     for scenario in list(_scenarios(machine, sweep)):
-        yield simulate(scenario, read_trace(trace, machine.block_tokens, limit), speed)
+        yield simulate(scenario, trace.requests(machine.block_tokens), speed)
 
 
 def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
@@ -69,8 +99,16 @@ def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
         raise ConfigError(
             f"given --disk-latency-ms {machine.disk_latency_ms:g}; it must not be negative"
         )
-    for host, disk, policy, way in itertools.product(
-        sweep.host, sweep.disk, sweep.policies, sweep.ways
+    step = machine.block_tokens if machine.point_step is None else machine.point_step
+    if step < 1 or step % machine.block_tokens:
+        raise ConfigError(
+            f"given --point-step {step}; it must be a multiple of --block-tokens "
+            f"{machine.block_tokens}"
+        )
+    plugins = PluginManager()
+    rules = [PointRule.read(text, plugins) for text in sweep.points]
+    for host, disk, policy, way, rule in itertools.product(
+        sweep.host, sweep.disk, sweep.policies, sweep.ways, rules
     ):
         yield Scenario(
             host_blocks=parse_size(host) // block_bytes,
@@ -86,7 +124,18 @@ def _scenarios(machine: Machine, sweep: Sweep) -> Iterator[Scenario]:
             way=Way(_one_of("--plan", way, [known.value for known in Way])),
             policy=_one_of("--policy", policy, sorted(BUILTIN_POLICIES)),
             write=WritePolicy(_one_of("--write", sweep.write, [w.value for w in WritePolicy])),
+            point_bytes=_point_bytes(machine.point_bytes, block_bytes),
+            point_step=step // machine.block_tokens,
+            points=rule,
         )
+
+
+def _point_bytes(given: str, block_bytes: int) -> int:
+    """Return the bytes of a point from a size, or from a number of rows as large as a block."""
+    rows = given.removesuffix("rows").strip()
+    if rows != given and rows.isdecimal():
+        return int(rows) * block_bytes
+    return parse_size(given)
 
 
 def _one_of(option: str, given: str, known: Sequence[str]) -> str:
@@ -107,17 +156,21 @@ def _second_a_byte(bandwidth: str) -> float:
 
 def row(outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as plain values: sizes in bytes, times in seconds, rates as shares."""
-    scenario = outcome.scenario
+    scenario, written = outcome.scenario, outcome.written
+    points = scenario.points.name if scenario.point_bytes else None
     return {
         "host_bytes": scenario.host_blocks * scenario.block_bytes,
         "disk_bytes": scenario.disk_blocks * scenario.block_bytes,
         "policy": scenario.policy,
         "plan": scenario.way.value,
         "write": scenario.write.value,
+        "points": points,
         "requests": outcome.requests,
         "tokens": outcome.tokens,
         "hit_rate": outcome.hit_rate,
         "misses": outcome.misses,
+        "held_bytes": {tier: kinds._asdict() for tier, kinds in outcome.held.items()},
+        "written_bytes": written._asdict(),
         "ttft_s": {name: outcome.quantile(share) for name, share in _QUANTILES},
         "prefill_s": outcome.prefill,
         "saved_s": outcome.saved,
@@ -127,20 +180,29 @@ def row(outcome: Outcome) -> dict[str, Any]:
 _QUANTILES = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
 
 
-def as_json(trace: Path, outcomes: Sequence[Outcome]) -> str:
+def as_json(trace: Trace, outcomes: Sequence[Outcome]) -> str:
     """Return the trace's name and all outcomes as JSON."""
     return json.dumps({"trace": trace.name, "rows": [row(one) for one in outcomes]}, indent=1)
 
 
-def as_table(trace: Path, outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each scenario."""
+def as_table(trace: Trace, outcomes: Sequence[Outcome]) -> Table:
+    """Return a table with a row for each scenario.
+
+    If the model has resume points, it says which are kept, and how many bytes are held and written.
+    """
+    with_points = any(outcome.scenario.point_bytes for outcome in outcomes)
     table = Table(
         title=trace.name, caption="times are modelled; hits come from the real index and policies"
     )
     for name in ("host", "disk", "policy", "plan"):
         table.add_column(name)
+    if with_points:
+        table.add_column("points", overflow="fold")
     for name in ("host hits", "disk hits", "TTFT p50", "p90", "p99", "prefill saved"):
         table.add_column(name, justify="right")
+    if with_points:
+        for name in ("blocks held", "points held", "written"):
+            table.add_column(name, justify="right")
     for outcome in outcomes:
         shown = row(outcome)
         rate, first = shown["hit_rate"], shown["ttft_s"]
@@ -150,14 +212,23 @@ def as_table(trace: Path, outcomes: Sequence[Outcome]) -> Table:
             format_size(shown["disk_bytes"], exact=False),
             shown["policy"],
             shown["plan"],
+            *([shown["points"] or "-"] if with_points else ()),
             *(f"{rate.get(tier, 0.0):.1%}" for tier in ("host", "disk")),
             *(f"{first[name]:.3g} s" for name, _ in _QUANTILES),
             f"{outcome.saved:,.0f} s ({share:.0%})",
+            *(_kept(outcome) if with_points else ()),
         )
     return table
 
 
-def draw(path: Path, trace: Path, outcomes: Sequence[Outcome]) -> None:
+def _kept(outcome: Outcome) -> list[str]:
+    """Return the bytes of blocks held, of points held, and of both written, as text."""
+    blocks = sum(kinds.blocks for kinds in outcome.held.values())
+    points = sum(kinds.points for kinds in outcome.held.values())
+    return [f"{size / 1e9:,.1f} GB" for size in (blocks, points, sum(outcome.written))]
+
+
+def draw(path: Path, trace: Trace, outcomes: Sequence[Outcome]) -> None:
     """Plot hit rate and time to the first token over host memory, a line for each other setting.
 
     Raises ConfigError if matplotlib is not installed.
@@ -175,6 +246,7 @@ def draw(path: Path, trace: Path, outcomes: Sequence[Outcome]) -> None:
     lines: dict[str, list[dict[str, Any]]] = {}
     for shown in map(row, outcomes):
         name = f"{shown['policy']}, {shown['plan']}, disk {format_size(shown['disk_bytes'])}"
+        name += f", points {shown['points']}" if shown["points"] else ""
         lines.setdefault(name, []).append(shown)
     for name, rows in lines.items():
         rows.sort(key=lambda shown: shown["host_bytes"])

@@ -1,4 +1,4 @@
-"""Eviction and admission policies."""
+"""Policies: which blocks are evicted, admitted and, of resume points, saved."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ from kvcore.index.policy.arc import ARC
 from kvcore.index.policy.base import EvictionPolicy, LeafHeap, Recency
 from kvcore.index.policy.lfu import LFU
 from kvcore.index.policy.lru import LRU
+from kvcore.index.policy.points import EveryPoint, PointPolicy, PointRequest, SpacedPoints
 from kvcore.index.policy.priority import Priority
 from kvcore.index.policy.s3fifo import S3FIFO
 
 __all__ = [
     "ARC",
     "BUILTIN_ADMISSION",
+    "BUILTIN_POINTS",
     "BUILTIN_POLICIES",
     "LFU",
     "LRU",
     "S3FIFO",
     "AdmissionFilter",
     "Always",
+    "EveryPoint",
     "EvictionPolicy",
     "LeafHeap",
     "OnNthUse",
+    "PointPolicy",
+    "PointRequest",
     "Priority",
     "Recency",
+    "SpacedPoints",
 ]
 
 BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {
@@ -35,3 +41,8 @@ BUILTIN_ADMISSION: dict[str, type[AdmissionFilter]] = {
     admission.name: admission for admission in (Always, OnNthUse)
 }
 """Admission filters by the name used in the config."""
+
+BUILTIN_POINTS: dict[str, type[PointPolicy]] = {
+    policy.name: policy for policy in (SpacedPoints, EveryPoint)
+}
+"""Policies of resume points by the name used in the config."""

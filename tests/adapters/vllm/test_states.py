@@ -26,6 +26,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.harness.models import tiny_model
 from kvcore.index import BlockIndex, TierSpec
+from kvcore.index.policy import PointPolicy, SpacedPoints
 from kvcore.manager import KVManager
 from kvcore.model.points import last_point_key, point_keys
 from kvcore.telemetry.metrics import Metrics
@@ -171,7 +172,7 @@ def test_another_version_of_vllm_is_another_namespace(monkeypatch: pytest.Monkey
 class Rig:
     """A leader of such a model. Pages of KV are 100 and up, those of states as told."""
 
-    def __init__(self, host: int = 256, **settings: Any) -> None:
+    def __init__(self, host: int = 256, points: PointPolicy | None = None, **settings: Any) -> None:
         self.model = described()
         self.index = BlockIndex([TierSpec("host", host)])
         self.outbox = Outbox(1)
@@ -181,6 +182,7 @@ class Rig:
             transport=self.outbox,
             metrics=Metrics("leader"),
             recorder=RequestRecorder(),
+            points=points or SpacedPoints(),
         )
         config = load_config(None, settings)
         self.leader = Leader(config, self.model, parts, self.outbox, {})
@@ -270,6 +272,78 @@ def test_states_behind_a_prompt_are_saved_as_vllm_save_decode_says() -> None:
         tracked = rig.leader._requests.get("r")
         assert tracked is not None
         assert bool(rig.offer((1, 7, 256), (2, 9, 256))) is decode
+
+
+def sparse() -> Rig:
+    """A rig whose points are too large to be saved but at ends and junctions."""
+    rig = Rig(points=SpacedPoints(share=1000))
+    rig.ask()
+    return rig
+
+
+def test_the_end_of_a_piece_is_declined_and_its_blocks_come_with_the_end_of_the_prompt() -> None:
+    rig = sparse()
+    assert rig.offer((1, 7, 128), (2, 9, 128)) == []
+    assert rig.offer((1, 7, 256), (2, 9, 256)) == []
+    tracked = rig.leader._requests.get("r")
+    assert tracked is not None
+    assert tracked.saved_blocks == 0
+    assert len(rig.index) == 0
+    [graph] = rig.offer((1, 7, 384), (2, 9, 384))
+    assert graph.keys == (*tracked.chain.keys[:24], *point_keys(tracked.chain.keys[23], 1))
+    assert graph.point == 24
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (384, True)
+
+
+def test_pieces_are_counted_from_the_last_point_of_the_prompt() -> None:
+    """Points are as large as blocks of 16 tokens here: one in 16 times as many is 256."""
+    rig = Rig(points=SpacedPoints(share=16, ends=False))
+    rig.ask()
+    [first] = rig.offer((1, 7, 128), (2, 9, 128), (1, 6, 256), (2, 8, 256))
+    assert first.point == 16
+    rig.end(first)
+    assert rig.offer((1, 7, 384), (2, 9, 384)) == []
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+    assert rig.offer((1, 7, 384), (2, 9, 384)) == [], "the point that was found counts"
+
+
+@pytest.mark.parametrize(
+    ("boundary", "saved"), [(0, False), (127, False), (128, True), (200, True)]
+)
+def test_a_boundary_where_vllm_saw_prompts_part_is_saved(boundary: int, saved: bool) -> None:
+    """vLLM stops at the last page before it."""
+    rig = sparse()
+    rig.request.shared_prefix_boundary = boundary
+    assert bool(rig.offer((1, 7, 128), (2, 9, 128))) is saved
+
+
+def test_a_boundary_where_stored_blocks_go_on_behind_the_last_point_is_saved() -> None:
+    rig = sparse()
+    [graph] = rig.offer((1, 7, 384), (2, 9, 384))
+    rig.end(graph)
+    chain = rig.leader._requests.get("r").chain.keys  # type: ignore[union-attr]
+    rig.manager.invalidation.evict("host", [*chain[18:24], *point_keys(chain[23], 1)])
+    rig.leader._requests.clear()
+    assert rig.ask() == (0, False)
+    assert rig.offer((1, 7, 128), (2, 9, 128)) == [], "288 tokens are stored"
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256))
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+
+
+def test_a_policy_that_answers_what_was_not_offered_saves_what_was() -> None:
+    class Eager(PointPolicy):
+        def take(self, request: Any) -> list[int]:
+            return [7, 256, 999_999]
+
+    rig = Rig(points=Eager())
+    rig.ask()
+    [graph] = rig.offer((1, 7, 128), (2, 9, 128), (1, 6, 256), (2, 8, 256))
+    assert graph.point == 16
 
 
 def test_no_room_for_all_of_a_point_saves_nothing() -> None:

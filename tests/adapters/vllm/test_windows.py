@@ -25,6 +25,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.harness.models import tiny_model
 from kvcore.index import BlockIndex, TierSpec
+from kvcore.index.policy import EveryPoint, PointPolicy, SpacedPoints
 from kvcore.manager import KVManager
 from kvcore.model.points import point_keys
 from kvcore.telemetry.metrics import Metrics
@@ -157,7 +158,7 @@ def test_dense_windows_and_other_windows_are_other_namespaces() -> None:
 class Rig:
     """A leader of such a model. Pages of full attention are 100 and up, of windows 200 and up."""
 
-    def __init__(self, host: int = 512, **settings: Any) -> None:
+    def __init__(self, host: int = 512, points: PointPolicy | None = None, **settings: Any) -> None:
         self.model = described()
         self.index = BlockIndex([TierSpec("host", host)])
         self.outbox = Outbox(1)
@@ -167,6 +168,7 @@ class Rig:
             transport=self.outbox,
             metrics=Metrics("leader"),
             recorder=RequestRecorder(),
+            points=points or SpacedPoints(),
         )
         self.leader = Leader(load_config(None, settings), self.model, parts, self.outbox, {})
         self.known = len(PROMPT)
@@ -273,14 +275,16 @@ def test_a_point_is_saved_where_a_prompt_parts_from_an_earlier_one() -> None:
 
 
 def test_a_long_answer_has_a_point_once_in_a_while() -> None:
+    """A point has four rows, so 32 blocks and more are between two of them."""
     rig = Rig()
-    stride = rig.model.point.stride * 16
-    tokens = list(range(1, 3 * stride))
-    rig.ask(tokens=tokens)
+    rig.ask(tokens=list(range(1, 2000)))
     rig.request.num_prompt_tokens = 100
-    saved = [len(graph.keys) for at in range(90, 2 * stride + 20) for graph in rig.step(at, 1)]
-    assert stride == 8 * 4 * 16, "its four rows are an eighth of 32 blocks"
-    assert len(saved) == 3, "the end of the prompt, and two"
+    saved = [len(graph.keys) - 4 for at in range(90, 1900) for graph in rig.step(at, 1)]
+    assert saved[0] == 6, "the last block of the prompt"
+    assert len(saved) == 4, "and at 768, 1280 and 1792 tokens"
+    tracked = rig.leader._requests.get("r")
+    assert tracked is not None
+    assert (tracked.last_point, tracked.saved_blocks) == (1792, 112)
 
 
 def test_a_request_is_looked_at_again_when_it_reaches_a_point() -> None:
@@ -291,7 +295,14 @@ def test_a_request_is_looked_at_again_when_it_reaches_a_point() -> None:
     rig.leader._due.again = lambda name, steps: due.append(steps)  # type: ignore[method-assign]
     rig.step(0, 90)
     rig.step(90, 11)
-    assert due == [6, 512 - 101], "the last block of the prompt, and the stride"
+    assert due == [6, 256 - 101], "the last block of the prompt, and what the policy is offered"
+
+
+@pytest.mark.parametrize(("points", "saved"), [(SpacedPoints(ends=False), 0), (EveryPoint(), 2)])
+def test_the_policy_chooses(points: PointPolicy, saved: int) -> None:
+    rig = Rig(points=points)
+    rig.ask()
+    assert len(rig.step(0, len(PROMPT))) == saved
 
 
 def test_nothing_is_saved_without_a_page_of_the_window() -> None:

@@ -13,42 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from kvcore.cli.app import app
 from kvcore.cli.simulate.media import Clock
-from kvcore.cli.simulate.run import Outcome, Scenario, Way, simulate
-from kvcore.cli.simulate.trace import TraceRequest, read_trace
+from kvcore.cli.simulate.run import Scenario, Way, simulate
+from kvcore.cli.simulate.trace import read_trace
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, FormatError
 from kvcore.manager import WritePolicy
-
-BLOCK = 16
-ROOMY = Scenario(host_blocks=4096, block_tokens=BLOCK, block_bytes=BLOCK * 1000, way=Way.ALWAYS)
-FAR_APART = 1000.0
-"""Seconds: whatever one request started has ended when the next comes."""
-
-
-def line(at: float, ids: Sequence[int], tokens: int | None = None, **other: Any) -> str:
-    told = {"timestamp": at * 1e3, "input_length": tokens or len(ids) * BLOCK, "output_length": 1}
-    return json.dumps({**told, "hash_ids": list(ids), **other}) + "\n"
-
-
-def write(path: Path, lines: Sequence[str]) -> Path:
-    path.write_text("".join(lines))
-    return path
-
-
-def conversations(seed: int, count: int, longest: int = 12) -> list[list[int]]:
-    """Block ids of prompts, many of which begin as an earlier one does."""
-    picks = random.Random(seed)
-    prompts: list[list[int]] = []
-    for n in range(count):
-        start = picks.choice(prompts)[: picks.randint(0, longest)] if prompts else []
-        own = [1000 * (n + 1) + i for i in range(picks.randint(1, longest - len(start) + 1))]
-        prompts.append(start + own)
-    return prompts
-
+from support.simulate import BLOCK, FAR_APART, ROOMY, conversations, line, replay, run, write
 
 # -- hits -----------------------------------------------------------------------------------------
 
@@ -128,18 +100,6 @@ def test_with_room_for_all_every_shared_prefix_is_found(seed: int) -> None:
     assert sum(outcome.found.values()) == expected
     assert outcome.tokens == sum(map(len, prompts)) * BLOCK
     assert outcome.requests == len(prompts) == len(outcome.first_token)
-
-
-def replay(scenario: Scenario, prompts: Sequence[Sequence[int]], gap: float = 1000.0) -> Outcome:
-    from kvcore.cli.simulate.trace import _keys
-
-    return simulate(
-        scenario,
-        (
-            TraceRequest(n * gap, len(ids) * BLOCK, 1, _keys(list(ids)))
-            for n, ids in enumerate(prompts)
-        ),
-    )
 
 
 def test_a_number_behind_other_text_is_another_block() -> None:
@@ -245,12 +205,6 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_machine_that_cannot_be_is_refused(wrong: dict[str, int], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         replace(ROOMY, **wrong)  # type: ignore[arg-type]
-
-
-def run(*args: str, code: int = 0) -> str:
-    result = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, ["simulate", *args])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def test_the_command_sweeps(tmp_path: Path) -> None:

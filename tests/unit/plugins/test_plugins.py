@@ -19,7 +19,7 @@ import pytest
 from kvcore.config import Config, load_config
 from kvcore.engines.spec import installed
 from kvcore.errors import ConfigError, PluginError, UnsupportedError
-from kvcore.index.policy import BUILTIN_POLICIES
+from kvcore.index.policy import BUILTIN_POINTS, BUILTIN_POLICIES, PointRequest
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
 from kvcore.tiers.disk import Geometry
@@ -49,6 +49,7 @@ def test_builtins_come_through_the_hooks() -> None:
     assert names(manager, "policy") == list(BUILTIN_POLICIES)
     for name, policy in BUILTIN_POLICIES.items():
         assert manager.policy(name) is policy
+    assert names(manager, "point policy") == list(BUILTIN_POINTS)
     assert {"disk", "memory"} <= set(names(manager, "tier"))
     assert names(manager, "ops") == ["link", "native", "reference"]
     assert manager.failures == []
@@ -79,6 +80,49 @@ def test_a_third_party_is_found_by_name(plugin: MakePlugin) -> None:
     context = TierContext("books", GEOMETRY, capacity=1 << 20)
     assert manager.tier("shelf").factory(context) == ("tier", "books")
     assert [found.origin.plugin for found in manager.found("tier")][-1] == "shelf"
+
+
+HALVES = """
+from kvcore.index.policy import PointPolicy
+from kvcore.plugins import PointPolicyPlugin, hookimpl
+
+class Halves(PointPolicy):
+    name = "halves"
+
+    def __init__(self, first=0):
+        self.first = first
+
+    def take(self, request):
+        return request.offered[self.first :: 2]
+
+@hookimpl
+def kvcore_point_policies():
+    return [PointPolicyPlugin("halves", Halves)]
+"""
+
+
+def test_a_policy_of_points_is_made_with_its_options(plugin: MakePlugin) -> None:
+    manager = PluginManager(entry_points=[plugin("halves", HALVES)])
+    request = PointRequest([16, 32, 48], [48], [], 0, 16)
+    assert manager.point_policy("halves", {"first": 1}).take(request) == [32]
+    assert manager.point_policy("spaced", {"every": 0}).take(request) == [48]
+    with pytest.raises(ConfigError, match=r"point policy 'halves' with options .*'last'"):
+        manager.point_policy("halves", {"last": 1})
+    with pytest.raises(ConfigError, match="share above 0"):
+        manager.point_policy("spaced", {"share": 0})
+
+
+def test_a_policy_of_points_that_is_not_there_is_named_with_those_that_are(
+    plugin: MakePlugin,
+) -> None:
+    manager = PluginManager(entry_points=[plugin("halves", HALVES)])
+    config = load_config(None, {"points": {"policy": "best"}})
+    says = r"points\.policy .*no point policy called 'best'; found are: spaced, all, halves"
+    with pytest.raises(ConfigError, match=says):
+        manager.check(config)
+    manager.check(load_config(None, {"points": {"policy": "halves"}}))
+    with pytest.raises(ConfigError, match="did you mean 'spaced'"):
+        manager.point_policy("spacd", {})
 
 
 def test_operations_that_cannot_be_made_are_left_out(
