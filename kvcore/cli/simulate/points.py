@@ -70,7 +70,7 @@ class PointRule(NamedTuple):
             ends=(end * block,),
             junctions=(junction * block,),
             kept=hit.blocks * block,
-            point_tokens=points.rows * block,
+            point_tokens=points.most_rows * block,
         )
         return [tokens // block for tokens in self.policy.take(request)]
 

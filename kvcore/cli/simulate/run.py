@@ -377,7 +377,7 @@ class _Machine:
             planned = self.manager.plan_save(keys, NAMESPACE, blocks, point=True)
             saved = self._save(planned) or saved
         if rule.moves and saved and job.loaded:
-            rows = point_keys(keys[computed - 1], points.rows)
+            rows = point_keys(keys[computed - 1], points.rows(computed))
             for tier in self.manager.index.tiers:
                 self.manager.invalidation.evict(tier, rows)
 

@@ -77,8 +77,10 @@ class PointsMachine(RuleBasedStateMachine):
         super().__init__()
         states = (StateGroup(1, ("s",), 10 * self.rows),) if self.rows else ()
         layer = BlockShape(2, 1, 2, block_tokens=2, dtype="uint8")
-        windows = (WindowGroup(2, ("a", "b"), layer, before=2 * self.window - 1),)
-        point = PointShape(states, 10, self.every, windows if self.window else ())
+        windows = ()
+        if self.window:
+            windows = (WindowGroup(2, ("a", "b"), layer, before=2 * self.window - 1),)
+        point = PointShape(states, 10, self.every, windows)
         self.rig = ManagerRig(
             self.host, 20, write=self.write, staging=3, batch=3, admit=2, points=point
         )
