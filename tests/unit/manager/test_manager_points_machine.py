@@ -17,6 +17,7 @@ from kvcore.manager import HOST, Hit, WritePolicy
 from kvcore.manager.base import Planned
 from kvcore.model.points import PointShape, StateGroup, point_keys
 from kvcore.transfer.graph import RowError
+from support.budget import examples
 from support.manager import NAMESPACE, ManagerRig, chain
 
 Names = list[int]
@@ -113,11 +114,12 @@ class PointsMachine(RuleBasedStateMachine):
         assert hit.point == (self.rows if blocks else 0)
         self.check_sources(hit, keys)
 
-    def look_everything_up(self) -> None:
+    def look_everything_up(self, turn: int) -> None:
+        """Look up every prompt, each with the next of three limits."""
         for size in range(1, 7):
             for number in range(2**size):
-                for limit in (None, size - 1, 1):
-                    self.look_up([number >> bit & 1 for bit in range(size)], limit)
+                limit = (None, size - 1, 1)[(number + turn) % 3]
+                self.look_up([number >> bit & 1 for bit in range(size)], limit)
 
     def check_sources(self, hit: Hit, keys: list[bytes]) -> None:
         """Each source holds what it is said to, and they are adjacent."""
@@ -200,9 +202,9 @@ class PointsMachine(RuleBasedStateMachine):
         rig.drain(1)
         assert rig.manager.in_flight == 0
         assert len(rig.manager.flights.staging) == 3, "a staging slot leaked"
-        self.look_everything_up()
+        self.look_everything_up(0)
         self.silence()
-        self.look_everything_up()
+        self.look_everything_up(1)
         rig.manager.clear()
         rig.manager.check_integrity()
         assert rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"
@@ -224,7 +226,7 @@ class SelectiveMachine(PointsMachine):
 
 
 _budget = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
