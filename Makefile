@@ -13,15 +13,18 @@ RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 RELEASE := .venvs/release/bin
 SGLANG_TESTS := tests/engines/test_sglang*.py
-# Globs: pytest does not ignore a folder that pyproject.toml names.
-ELSEWHERE := --ignore-glob='tests/kernels/*' --ignore-glob='tests/engines/test_sglang*'
+# Files of tests/unit and tests/adapters with an engine, or with seconds of a core and time limits.
+SLOW = $(sort $(shell grep -lrE --include='test_*.py' 'mark\.(engine|slow)' tests/adapters tests/unit))
+# With what is in neither: tests/kernels, SGLang's tests, and the other files of those two folders.
+VLLM_TESTS = tests/engines tests/adversary tests/integration tests/gpu $(SLOW) --ignore-glob='tests/engines/test_sglang*'
+FAST_TESTS = tests/adapters tests/unit $(SLOW:%=--ignore=%)
 # The files of tests that need every core. Collecting all the others too takes 16 s.
 ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-# Two targets at a time; the output of each in one piece.
-TWO_LANES := $(MAKE) --no-print-directory -j 2 --output-sync=target
-# The longest first: pip needs one core each.
+# Three targets at a time, because pip waits for the disk; the output of each in one piece.
+LANES := $(MAKE) --no-print-directory -j 3 --output-sync=target
+# The longest first.
 ENVIRONMENTS := env env-sglang env-release env-compat
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/env_routers.py tools/docs_hooks.py tools/gpu tools/release.py
 
@@ -30,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-engines test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -70,7 +73,7 @@ env-sglang-%: env-sglang
 	@$(PYTHON) tools/env.py sglang-$*
 
 env-all:
-	@$(TWO_LANES) $(ENVIRONMENTS)
+	@$(LANES) $(ENVIRONMENTS)
 
 env-sglang:
 	@$(PYTHON) tools/env.py sglang
@@ -92,8 +95,8 @@ demo-cluster: env
 demo-router: env env-sglang env-routers
 	$(RUN) -m demo.router $(if $(MODEL),--model "$(MODEL)") $(ROUTER)
 
-# Both cores are busy: what needs one of them runs in two lanes, pytest has a worker on each, and
-# what needs no engine runs beside the engines, whenever they wait.
+# Both cores are busy. A test of an engine waits for a quarter of its time, so two of them are on each
+# core: vLLM's and SGLang's, and then what needs no engine, at a lower priority.
 CHOSEN = not exhaustive
 # Answers of engines without kvcore are read from tests/answers. Nightly, the engines are asked again.
 ANSWERS = use
@@ -102,25 +105,26 @@ test-all: CHOSEN = exhaustive or not exhaustive
 test-all: MORE = env-vllm-0.31 env-routers
 test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
 test test-all:
-	@$(TWO_LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
+	@$(LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
 	@code=0; \
-	$(MAKE) --no-print-directory -j 2 test-engines test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS) || code=1; \
+	$(MAKE) --no-print-directory -j 2 test-vllm test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS) || code=1; \
 	set -x; $(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST) || code=1; \
 	exit $$code
 	$(MISTAKEN)
 
-# Two parts of `make test`, which makes the environments. SGLang's run comes first, because its last
-# test takes longer than the other run's, and test-beside has the idle core meanwhile. What fails in
-# one run does not hide what fails in the other.
-test-engines:
-	@code=0; set -x; \
-	$(RUN_SGLANG) -m pytest $(SGLANG_TESTS) $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST) || code=1; \
-	$(RUN) -m pytest $(ELSEWHERE) $(SPREAD) -m "not whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST) || code=1; \
-	exit $$code
+# Two parts of `make test`, which makes the environments. The second shows each of its runs when it
+# has ended. What fails in one run does not hide what fails in another.
+OPTIONS = $(SPREAD) --answers=$(ANSWERS) $(PYTEST)
+test-vllm:
+	$(RUN) -m pytest $(VLLM_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS)
 
 test-beside:
-	@said=$$(nice -n 19 $(RUN) -m pytest tests/kernels $(SPREAD) -m "$(CHOSEN)" --answers=$(ANSWERS) $(PYTEST) 2>&1); \
-	code=$$?; echo "$$said"; exit $$code
+	@code=0; \
+	run() { said=$$("$$@" 2>&1) || code=1; printf '+ %s\n%s\n' "$$*" "$$said"; }; \
+	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
+	run nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS); \
+	run nice -n 10 $(RUN) -m pytest $(FAST_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
+	exit $$code
 
 test-sglang: env-sglang
 	$(RUN_SGLANG) -m kvcore.harness.models smollm2
@@ -135,11 +139,11 @@ imports: env
 # From nothing: what no test asks for any more is left out.
 answers: env-all model
 	rm -rf tests/answers
-	@$(MAKE) --no-print-directory test-engines ANSWERS=record
+	@$(MAKE) --no-print-directory test-vllm test-beside ANSWERS=record
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
 test-unit: env
-	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow" tests/unit tests/adapters $(PYTEST)
+	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow and not exhaustive" tests/unit tests/adapters $(PYTEST)
 
 mistakes: env
 	$(RUN) -m kvcore_devtools.mistakes $(MISTAKES)

@@ -354,6 +354,7 @@ def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
 
 
 @pytest.mark.whole_machine
+@exhaustive  # SGLang's ranks do it in `make test`: the choice and its vote are kvcore's own
 def test_tensor_parallel_ranks_choose_the_same_rows(
     reference: Reference,
     model: Path,

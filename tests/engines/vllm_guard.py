@@ -1,13 +1,15 @@
-"""kvcore fails in each call of a real vLLM, run as ``python vllm_guard.py MODEL [NAME ...]``.
+"""kvcore fails in each call of a real vLLM: ``python vllm_guard.py MODEL [--all]``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise. The
 parts are found by looking at the classes: a method that is added later is planted too. A part
 raises instead of its work, or after it; and then the recovery from that raises as well. After each
-case kvcore starts anew. Prints, by where the load was and by the part that failed, why kvcore
-stopped, and whether the answers were right, as JSON.
+case kvcore starts anew. A case has its load in the step or between steps, whichever is its turn;
+with ``--all`` both. Prints, by where the load was and by the part that failed, why kvcore stopped,
+and whether the answers were right, as JSON.
 
-With names, these functions of the connector's module raise at the start, and so does the sink of
-the metrics. Prints what was raised, and the answers.
+With ``--start``, and groups of names with commas between them, the functions of a group in the
+connector's module raise at the start, and so does the sink of the metrics. Prints what was raised,
+and the answers, as a line for each group. Each has a fork of its own.
 """
 
 from __future__ import annotations
@@ -188,14 +190,13 @@ class Rig:
         return self._ask(self._texts[where]) == self.right[where][:1]
 
 
-def main(model: str) -> None:
-    rig, found = Rig(model), dict[str, dict[str, Any]]()
-    for where in TEXTS:
-        found[where] = {}
-        called = rig.called(where)
-        for name, parts in cases().items():
-            if Part(*parts[0][:2]) not in called:
-                continue
+def main(model: str, *, everywhere: bool) -> None:
+    rig = Rig(model)
+    found: dict[str, dict[str, Any]] = {where: {} for where in TEXTS}
+    called = {where: rig.called(where) for where in TEXTS}
+    for number, (name, parts) in enumerate(cases().items()):
+        at = [where for where in TEXTS if Part(*parts[0][:2]) in called[where]]
+        for where in at if everywhere or not at else [at[number % len(at)]]:
             same, raised = rig.trial(parts, where)
             why, after = rig.why(), rig.again(where)
             found[where][name] = {"raised": all(raised), "why": why, "same": same, "after": after}
@@ -228,8 +229,22 @@ def start(model: str, names: list[str]) -> None:
     PrometheusSink.__init__ = planted("PrometheusSink")  # type: ignore[method-assign]
     ask = asker(build(model))
     found = [ask(text), ask(text)]
-    print(json.dumps({"raised": sorted(raised), "answers": [part[0] for part in found]}))
+    told = {"raised": sorted(raised), "answers": [part[0] for part in found]}
+    print(json.dumps(told), flush=True)
+
+
+def starts(model: str, groups: list[str]) -> None:
+    """Run each group of a start in a fork, because modules take longest to import."""
+    for group in groups:
+        child = os.fork()
+        if not child:
+            start(model, group.split(","))
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    start(sys.argv[1], sys.argv[2:]) if sys.argv[2:] else main(sys.argv[1])
+    if sys.argv[2:3] == ["--start"]:
+        starts(sys.argv[1], sys.argv[3:])
+    else:
+        main(sys.argv[1], everywhere=sys.argv[2:] == ["--all"])

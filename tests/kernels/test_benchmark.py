@@ -29,6 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.exhaustive  # the next test goes through it too; kernels have tests of their own
 def test_the_dry_run_goes_through_every_op(tmp_path: Path) -> None:
     done = run("-m", "benchmarks.kernels", "--dry-run", "--gib", "1e-6", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

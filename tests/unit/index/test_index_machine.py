@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcore.errors import KVCoreError
 from kvcore.index import BlockIndex, Event, Evicted, TierSpec
 from kvcore.model.keys import ROOT_PARENT
+from support.budget import examples
 from support.index_paths import NAMESPACES, Path, key_of, keys_of, path_of, space_of
 
 
@@ -364,7 +365,7 @@ def machine_of(policy: str, capacities: tuple[int, ...]) -> type:
     machine = type("M", (IndexMachine,), {"policy": policy, "capacities": capacities})
     case: type = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(  # type: ignore[attr-defined]
-        max_examples=40,
+        max_examples=examples(40),
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),

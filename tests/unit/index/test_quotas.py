@@ -13,6 +13,7 @@ from kvcore.errors import ConfigError
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import BUILTIN_POLICIES, Priority
 from kvcore.index.quotas import Quota
+from support.budget import examples
 
 Path = tuple[int, ...]
 SPACES = [bytes([65 + tenant]) * 16 for tenant in range(3)]
@@ -165,7 +166,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
 TestQuotas = QuotaMachine.TestCase
 TestQuotas.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -17,6 +17,7 @@ from kvcore.errors import CapacityError, TransferError
 from kvcore.manager import HOST, Readiness, WritePolicy
 from kvcore.manager.base import Planned
 from kvcore.transfer.graph import Priority, RowError, Span, UnitTable
+from support.budget import examples
 from support.manager import NAMESPACE, ManagerRig, chain
 
 
@@ -197,7 +198,7 @@ class NarrowMachine(WriteBackMachine):
 
 
 _budget = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

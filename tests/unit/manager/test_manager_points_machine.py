@@ -19,6 +19,7 @@ from kvcore.manager.base import Planned
 from kvcore.model.points import PointShape, StateGroup, WindowGroup, point_keys
 from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import RowError
+from support.budget import examples
 from support.manager import NAMESPACE, ManagerRig, chain
 
 Names = list[int]
@@ -126,11 +127,12 @@ class PointsMachine(RuleBasedStateMachine):
         assert hit.point == (self.count(blocks) if blocks else 0)
         self.check_sources(hit, keys)
 
-    def look_everything_up(self) -> None:
+    def look_everything_up(self, turn: int) -> None:
+        """Look up every prompt, each with the next of three limits."""
         for size in range(1, 7):
             for number in range(2**size):
-                for limit in (None, size - 1, 1):
-                    self.look_up([number >> bit & 1 for bit in range(size)], limit)
+                limit = (None, size - 1, 1)[(number + turn) % 3]
+                self.look_up([number >> bit & 1 for bit in range(size)], limit)
 
     def check_sources(self, hit: Hit, keys: list[bytes]) -> None:
         """Each source holds what it is said to, and they are adjacent."""
@@ -213,9 +215,9 @@ class PointsMachine(RuleBasedStateMachine):
         rig.drain(1)
         assert rig.manager.in_flight == 0
         assert len(rig.manager.flights.staging) == 3, "a staging slot leaked"
-        self.look_everything_up()
+        self.look_everything_up(0)
         self.silence()
-        self.look_everything_up()
+        self.look_everything_up(1)
         rig.manager.clear()
         rig.manager.check_integrity()
         assert rig.manager.index.num_used(HOST) == 0, "a pin or a reservation leaked"
@@ -243,7 +245,7 @@ class WindowsMachine(PointsMachine):
 
 
 _budget = settings(
-    max_examples=40,
+    max_examples=examples(40),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

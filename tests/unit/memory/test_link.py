@@ -24,6 +24,7 @@ from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layo
 from kvcore.model.shape import BlockShape
 from kvcore.testing.gpu import Machine, RecordingOps, installed
 from kvcore.testing.gpu.streams import StreamQueue
+from support.budget import examples
 from support.links import on_gpu, on_host
 from support.strides import (
     StridedCopy,
@@ -65,7 +66,7 @@ def followed(machine: Machine) -> list[tuple[StreamQueue, StreamQueue]]:
     data=st.data(),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_way_copies_what_it_should_and_nothing_else(
     copy: StridedCopy, to_host: bool, registered: bool, data: st.DataObject, seed: int
 ) -> None:

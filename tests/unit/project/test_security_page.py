@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ROWS = [
 NAMED = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
+@functools.cache
 def names_in(file: Path) -> set[str]:
     nodes = ast.walk(ast.parse(file.read_text()))
     functions = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -1,0 +1,38 @@
+"""The parts of `make test` run every file of tests, each once."""
+
+import fnmatch
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def parts() -> list[list[str]]:
+    """Return the arguments of pytest in each run of the parts that share the cores."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    said = subprocess.run(
+        ["make", "--dry-run", "test-vllm", "test-beside"],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    lines = [line for line in said.splitlines() if " -m pytest " in line]
+    return [shlex.split(line.rstrip("; \\"))[1:] for line in lines]
+
+
+def runs(part: list[str], file: str) -> bool:
+    ignored = [word.partition("=")[2] for word in part if word.startswith("--ignore")]
+    given = [word for word in part if word.startswith("tests/")]
+    return not any(fnmatch.fnmatch(file, name) for name in ignored) and any(
+        fnmatch.fnmatch(file, name) or file.startswith(f"{name}/") for name in given
+    )
+
+
+def test_every_file_is_in_one_part() -> None:
+    files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py")]
+    assert len(files) > 300
+    made = parts()
+    assert len(made) == 4
+    assert {file: [runs(part, file) for part in made].count(True) for file in files} == (
+        dict.fromkeys(files, 1)
+    )
