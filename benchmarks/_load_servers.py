@@ -33,6 +33,8 @@ SERVED = "load"
 """The name under which every engine serves the model."""
 START_S = 300.0
 STOP_S = 60.0
+NOT_BUILT = "ops_left_out ops=native"
+"""What kvcore's log says where its copies in C are missing: its copies are then slower."""
 ANSWER_S = 300.0
 SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
 ENV = {
@@ -176,6 +178,9 @@ class Engine:
         """Return the memory of all processes. What several of them share counts once."""
         return sum(held_nbytes(process.session) for process in self._processes)
 
+    def says(self, line: str) -> bool:
+        return any(process.says(line) for process in self._processes)
+
     def _call(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
             self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -227,7 +232,7 @@ def running(
         process.wait_until(engine.ready, f"the engine of {contender.name}")
         if contender.prefaults:
             line = PREFAULTED.split("%", 1)[0]
-            process.wait_until(lambda: any(each.says(line) for each in processes), "memory")
+            process.wait_until(lambda: engine.says(line), "memory")
         yield engine
 
 

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks._load_servers import ALONE, CONTENDERS, Engine, Sizes, Tokens, running
+from benchmarks._load_servers import ALONE, CONTENDERS, NOT_BUILT, Engine, Sizes, Tokens, running
 from benchmarks._load_traffic import WORKLOADS, Generators, Scale, Served, Workload
 from benchmarks._report import Report
 from kvcore.harness.models import smollm2
@@ -143,6 +143,8 @@ def turn(
         for seed in (1, 2):
             engine.ask(words(seed, sizes.max_tokens // 2, VOCABULARY), 4)
         print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
+        if engine.says(NOT_BUILT):
+            print(f"{name}: kvcore's copies in C are not built here, so it is slower", flush=True)
         for number, workload in enumerate(workloads):
             files = Path(folder) / f"workload-{number}"
             files.mkdir()
