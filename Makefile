@@ -26,14 +26,14 @@ SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
 LANES := $(MAKE) --no-print-directory -j 3 --output-sync=target
 # The longest first.
 ENVIRONMENTS := env env-sglang env-release env-compat
-CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/env_routers.py tools/docs_hooks.py tools/gpu tools/release.py
+CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/env_load.py tools/env_routers.py tools/docs_hooks.py tools/gpu tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
 export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -83,6 +83,9 @@ env-release:
 
 env-routers:
 	@$(PYTHON) -m tools.env_routers
+
+env-load: env
+	@$(PYTHON) -m tools.env_load
 
 demo:
 	@$(PYTHON) tools/env.py $(ENGINE)
@@ -198,4 +201,4 @@ clean:
 	rm -rf results site build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 clean-env: clean
-	rm -rf $(VENV) .venvs/release .venvs/routers .venvs/sglang .venvs/vllm-* .venvs/sglang-*
+	rm -rf $(VENV) .venvs/aiperf .venvs/lmcache .venvs/release .venvs/routers .venvs/sglang .venvs/vllm-* .venvs/sglang-*

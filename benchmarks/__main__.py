@@ -25,6 +25,7 @@ APART = (
     "blend_ranks",
     "kernels",
     "server",
+    "load",
     "step_cost",
     "end_to_end",
     "decode_beside",
