@@ -31,8 +31,8 @@ This page has the settings of the cache itself. Two more have those of
 [operation](configuration-operate.md) and of [each engine](configuration-engines.md). The options
 of a remote store are on [its own page](remote.md).
 """,
-    ("", "block", "namespace", "host", "disk", "tiers", "points", "transfer", "fusion", "planner", "plugins",
-     "ops"),
+    ("", "block", "namespace", "host", "disk", "tiers", "points", "transfer", "fusion", "planner",
+     "plugins", "ops"),
 )  # fmt: skip
 _OPERATE = Page(
     "Configuration: operation",
