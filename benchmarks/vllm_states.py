@@ -1,13 +1,15 @@
-"""Models with states on vLLM: kvcore beside vLLM's own offloading and the engine alone.
+"""Models with resume points on vLLM: kvcore beside vLLM's own offloading and the engine alone.
 
     python -m benchmarks.vllm_states [--prompts 6] [--tokens 2000] [--rounds 2]
 
-The models are random ones of LFM2's and Qwen3-Next's kind. vLLM's connector has no copies for a
+The models are random ones of LFM2's, Qwen3-Next's and gpt-oss's kind. Of the last, whose windows
+are of 128 tokens, kvcore with dense windows is measured too. vLLM's connector has no copies for a
 CPU: those are the tests' (`kvcore_vllm.testing.offloading`), its scheduler and rows are its own.
 All engines are up, and each prompt is asked of one after the other, in an order that turns round.
 
 "miss" is a prompt that nobody has seen. "hit" is the same one after the engine's own cache was
-emptied. "parted" shares its first three quarters with a prompt that was seen.
+emptied. "parted" shares its first three quarters with a prompt that was seen, and "parted again"
+parts there as well.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,18 +30,21 @@ from kvcore.harness.prompts import words
 
 VOCABULARY = 512
 ALONE, OFFLOADING, KVCORE = "alone", "vLLM's offloading", "kvcore"
+DENSE = "kvcore, dense windows"
 KINDS: dict[str, dict[str, Any]] = {
     # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
     "lfm2": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}},
     # Its CPU build forgets a block size that it chose itself, and then keeps few states.
     "qwen3_next": {"dtype": "bfloat16", "block_size": 384},
+    "gpt_oss": {},
 }
 HOST_BYTES = 512 << 20
 
 
 def model_of(kind: str) -> Path:
     return tiny_model(
-        kind, layers=12, heads=8, kv_heads=4, head_dim=64, vocabulary=VOCABULARY,
+        kind, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128,
+        vocabulary=VOCABULARY,
     )  # fmt: skip
 
 
@@ -62,6 +68,8 @@ def contenders(kind: str, tokens: int) -> Iterator[dict[str, EngineProcess]]:
         OFFLOADING: {"kvcore": None, "kv_transfer_config": offloading},
         KVCORE: {"kvcore": host},
     }
+    if kind == "gpt_oss":
+        makes[DENSE] = {"kvcore": {**host, "vllm": {"windows": "dense"}}}
     with ExitStack() as stack:
         made = {
             name: stack.enter_context(
@@ -106,18 +114,19 @@ class Times:
 def measure(kind: str, options: argparse.Namespace, report: Report) -> None:
     times, ids = Times(), range(1, VOCABULARY - 8)
     with contenders(kind, options.tokens) as made:
-        before = counted(made[KVCORE], "kvcore_transfer_bytes_total", path="d2h")
+        before = saved(made)
         for turn in range(options.prompts):
             prompt = words(turn, options.tokens, ids)
             times.ask(made, "miss", turn, prompt)
             if not turn:
-                after = counted(made[KVCORE], "kvcore_transfer_bytes_total", path="d2h")
+                after = saved(made)
             for again in range(options.rounds):
                 times.ask(made, "hit", turn + again, prompt)
-        for turn in range(options.prompts):
+        for turn, number in product(range(options.prompts), (1, 2)):
             shared = words(turn, options.tokens, ids)[: 3 * options.tokens // 4]
-            rest = words(1000 + turn, options.tokens - len(shared), ids)
-            times.ask(made, "parted", turn, [*shared, *rest])
+            rest = words(1000 * number + turn, options.tokens - len(shared), ids)
+            what = "parted" if number == 1 else "parted again"
+            times.ask(made, what, turn, [*shared, *rest])
     for (name, what), seconds in times.seconds.items():
         report.add(
             model=kind,
@@ -128,7 +137,17 @@ def measure(kind: str, options: argparse.Namespace, report: Report) -> None:
             cached_tokens=round(times.cached[name, what] / len(seconds)),
             answers_differ=times.differ[name, what],
         )
-    report.notes[f"bytes saved by kvcore of the first prompt, {kind}"] = after - before
+    for name, nbytes in after.items():
+        report.notes[f"bytes saved of the first prompt, {kind}, {name}"] = nbytes - before[name]
+
+
+def saved(made: dict[str, EngineProcess]) -> dict[str, float]:
+    """Return the bytes that kvcore has copied off the pages, by contender."""
+    return {
+        name: counted(process, "kvcore_transfer_bytes_total", path="d2h")
+        for name, process in made.items()
+        if name in (KVCORE, DENSE)
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -70,6 +70,7 @@ KINDS = {
     "gpt_oss-0.33": Kind("gpt_oss", 128, {}, python="vllm-0.33"),
     "gemma3-ranks": Kind("gemma3", 128, {"tensor_parallel_size": 2}),
     "gemma4": Kind("gemma4", 128, {"max_num_batched_tokens": 256}),
+    "gemma4-ranks": Kind("gemma4", 128, {"tensor_parallel_size": 2}),
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
 DAILY = ("lfm2", "gemma4")

@@ -88,8 +88,10 @@ def describe(
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
-    if windows and tp == 1:  # unlike heads: vLLM knows those of one kind of layer
-        total_heads = spec.num_kv_heads
+    if windows and max(total_heads // tp, 1) != spec.num_kv_heads:
+        # Unlike heads: vLLM's number is of the layers with windows. Points are read by as many
+        # ranks as wrote them, so what all ranks hold alike may count once for each.
+        total_heads = spec.num_kv_heads * tp
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
             f"{spec.num_kv_heads} KV heads per rank with {total_heads} heads over {tp} ranks: "

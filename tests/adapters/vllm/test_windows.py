@@ -102,6 +102,17 @@ def test_unlike_heads_are_served_where_the_layers_with_a_window_are_those_of_a_k
         described(16, "", narrow, window(num_kv_heads=8))
 
 
+@pytest.mark.parametrize(("heads", "total"), [(1, 2), (3, 6)])
+def test_ranks_with_other_heads_than_the_model_names_hold_equal_parts(
+    heads: int, total: int
+) -> None:
+    """The model's number, 2 heads on two ranks, is of the layers with windows."""
+    specs = full(num_kv_heads=heads, head_size=128), window(num_kv_heads=1)
+    model = described(16, "", *specs, parallel_config__tensor_parallel_size=2)
+    assert (model.shape.kv_heads, model.world_size) == (total, 2)
+    assert {model.rank_shape(rank).kv_heads for rank in range(2)} == {heads}
+
+
 def test_a_draft_model_goes_on_some_tokens_before_a_boundary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
