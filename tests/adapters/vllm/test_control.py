@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from kvcore.connector.control import RequestControl
+from kvcore.index.policy import EveryPoint
 from kvcore.model.keys import KeyChain
+from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.leader import Leader
@@ -116,7 +118,9 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
     """A model with states is stored up to its points: none stands behind the tokens asked for."""
     groups = (LayerGroup(0, 64, (0,)), LayerGroup(1, 64, (1,), of="states"))
     shape = BlockShape(1, 2, 64, BLOCK, "float16")
-    monkeypatch.setattr("support.vllm_leader.MODEL", ModelDescription(shape, groups, b"f" * 32, 1))
+    point = PointShape((StateGroup(1, ("state",), 64),), shape.nbytes, 64 // BLOCK)
+    model = ModelDescription(shape, groups, b"f" * 32, 1, point=point)
+    monkeypatch.setattr("support.vllm_leader.MODEL", model)
     saved: list[int] = []
 
     def save(self: Any, tracked: Tracked, blocks: int, *more: Any) -> None:
@@ -124,6 +128,7 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
 
     monkeypatch.setattr(Leader, "_save_blocks", save)
     rig = LeaderRig()
+    rig.side._points = EveryPoint()  # what may be saved is asked here, not what is worth it
     asking(rig, "r", {})
     rig.ask("r")
     tracked = rig.side._requests["r"]
