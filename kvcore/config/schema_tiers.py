@@ -167,7 +167,7 @@ class TierConfig(BackingConfig):
 
 
 class PointsConfig(SchemaModel):
-    """Resume points of models with states: at which tokens what is found can end."""
+    """Resume points of models with states or windows: where what is found can end."""
 
     policy: Name = Field(
         default="spaced",
