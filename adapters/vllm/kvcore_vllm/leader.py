@@ -50,6 +50,7 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler,
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
+from kvcore_vllm.points import NULL_PAGE, Candidates, of_states, of_windows, whole_points
 from kvcore_vllm.prefix_cache import PrefixCacheAge
 from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.requests import TrackedRequests
@@ -64,9 +65,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
-
-NULL_PAGE = 0
-"""vLLM's number for a page that a sliding-window group has dropped."""
 
 
 class Leader(LeaderCore[VllmFusionScheduler]):
@@ -505,108 +503,67 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def _save_windows(self, tracked: Tracked, output: SchedulerOutput, point: PointShape) -> None:
         """Save the resume points that a request reaches in this step, and their blocks.
 
-        vLLM drops the pages that a window has left after the step. So what the step reaches is
-        saved with it: ``points.policy`` chooses among the end of the prompt, the place where the
-        prompt parts from an earlier one, and others between. `request_finished` saves the last.
+        vLLM drops the pages that a window has left after the step, so what the step reaches is
+        saved with it. `request_finished` saves the last point.
         """
-        request, state = tracked.request, output.kv_connector_block_state
+        request, state, block = tracked.request, output.kv_connector_block_state, self._block
         reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
         computed = min(reached, request.num_tokens)  # see `_save_computed`
         most = tracked.control.savable(self._most_saved(request))
-        end = min(most, request.num_prompt_tokens) // self._block
-        parts = 0 if tracked.hit is None else tracked.hit.reached
-        step = max(point.most_rows, RUN_TOKENS // self._block)
-        first, last = tracked.saved_blocks, min(computed, most) // self._block
-        found = {end, parts, *range(first // step * step, last + 1, step)}
-        pages = None if state is None else state.get_block_ids(request.request_id)
-        if pages is not None:
-            offered = [
-                n for n in sorted(found) if first < n <= last and self._paging.sees(pages, n)
-            ]
-            self._save_wanted(tracked, pages, offered, end, parts)
-        ahead = [n * self._block for n in (end, parts, (reached // self._block // step + 1) * step)]
-        self._due.again(request.request_id, min(n - reached for n in ahead if n > reached))
-
-    def _save_wanted(
-        self,
-        tracked: Tracked,
-        pages: PageTables,
-        offered: Sequence[int],
-        end: int,
-        parts: int,
-    ) -> None:
-        """Save those of the points behind so many blocks that the policy wants."""
-        wanted = self._wanted_points(
-            [blocks * self._block for blocks in offered],
-            ends=[end * self._block],
-            junctions=[parts * self._block],
-            kept=self._kept(tracked),
-        )
-        for boundary in wanted:
-            lane = self._plan.late_saves.append
-            if self._save_blocks(tracked, boundary // self._block, pages, lane, {}):
-                tracked.last_point = max(tracked.last_point, boundary)
-
-    def _kept(self, tracked: Tracked) -> int:
-        """Return the token before which the last point of a request is, saved or found."""
-        found = 0 if tracked.hit is None else tracked.hit.blocks * self._block
-        return max(tracked.last_point, found)
+        prompt = min(most, request.num_prompt_tokens) // block
+        span = range(tracked.saved_blocks + 1, min(computed, most) // block + 1)
+        step = max(point.most_rows, RUN_TOKENS // block)
+        pages: Any = None if state is None else state.get_block_ids(request.request_id)
+        found = of_windows(
+            span, prompt, tracked.hit, step, block,
+            lambda blocks: pages is not None and self._paging.sees(pages, blocks),
+        )  # fmt: skip
+        self._save_points(tracked, pages, found, {at: {} for at in found.offered})
+        ahead = [*found.ends, *found.junctions, (reached // (step * block) + 1) * step * block]
+        self._due.again(request.request_id, min(at - reached for at in ahead if at > reached))
 
     def _save_states(self, output: SchedulerOutput) -> None:
         """Save the resume points whose states this step leaves in a page, and their blocks.
 
-        vLLM names the page of each state that it keeps at a boundary, and ``points.policy`` chooses
-        among them. Blocks behind the last point are of no use to anybody, and are not saved.
+        vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
+        are of no use to anybody, and are not saved.
         """
         state = output.kv_connector_block_state
         if state is None or self.disabled:
             return
+        groups = self._model.groups
+        page_tokens = max(group.page_tokens for group in groups if group.of == "states")
         for request_id, offered in state.boundary_state_offloads.items():
             tracked = self._requests.get(request_id)
             pages = state.get_block_ids(request_id)
             if tracked is None or not tracked.may_save or pages is None:
                 continue
             most = tracked.control.savable(self._most_saved(tracked.request))
-            points = self._whole_points(offered)
-            for boundary in self._wanted(tracked, sorted(b for b in points if b <= most)):
-                lane, blocks = self._plan.late_saves.append, boundary // self._block
-                if self._save_blocks(tracked, blocks, pages, lane, points[boundary]):
-                    tracked.last_point = max(tracked.last_point, boundary)
+            points = whole_points(offered, groups, self._block)
+            found = of_states(
+                sorted(at for at in points if at <= most),
+                tracked.request, tracked.hit, page_tokens, self._block,
+            )  # fmt: skip
+            self._save_points(tracked, pages, found, points)
 
-    def _wanted(self, tracked: Tracked, offered: Sequence[int]) -> Sequence[int]:
-        """Return at which of the boundaries ``offered`` a resume point is saved.
+    def _save_points(
+        self,
+        tracked: Tracked,
+        pages: PageTables,
+        found: Candidates,
+        states: Mapping[int, Mapping[int, int]],
+    ) -> None:
+        """Save those of the candidates that ``points.policy`` wants.
 
-        vLLM has states at the ends of their pages, so the boundary for the end of a prompt, or for
-        a junction, is up to a page before it. The policy need not know of pages.
+        ``states`` has the pages of the states at each of them.
         """
-        if not offered:
-            return ()
-        request, hit = tracked.request, tracked.hit
-        page = max(group.page_tokens for group in self._model.groups if group.of == "states")
-        prompt = request.num_prompt_tokens
-        # Where vLLM found that the prompt parts from another (0: nowhere), and where kvcore did.
-        parts = [getattr(request, "shared_prefix_boundary", 0)]
-        if hit is not None:
-            parts.append(hit.reached * self._block if hit.reached > hit.blocks else 0)
-        return self._wanted_points(
-            offered,
-            ends=[b for b in offered if b <= prompt <= b + page],
-            junctions=[b for b in offered if any(b <= at < b + page for at in parts)],
-            kept=self._kept(tracked),
-        )
-
-    def _whole_points(self, offered: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, int]]:
-        """Return the boundaries at which vLLM offers the states of all groups, and their pages."""
-        by_boundary: dict[int, dict[int, int]] = {}
-        for group, page, boundary in offered:
-            by_boundary.setdefault(boundary, {})[group] = page
-        groups = [group.index for group in self._model.groups if group.of == "states"]
-        return {
-            boundary: pages
-            for boundary, pages in by_boundary.items()
-            if boundary % self._block == 0
-            and all(pages.get(group, NULL_PAGE) != NULL_PAGE for group in groups)
-        }
+        if not found.offered:
+            return
+        kept = 0 if tracked.hit is None else tracked.hit.blocks * self._block
+        for boundary in self._wanted_points(*found, kept=max(tracked.last_point, kept)):
+            lane, blocks = self._plan.late_saves.append, boundary // self._block
+            if self._save_blocks(tracked, blocks, pages, lane, states[boundary]):
+                tracked.last_point = max(tracked.last_point, boundary)
 
     def _most_saved(self, request: Request) -> int:
         """Return how many tokens of a request may be saved at most."""

@@ -32,7 +32,8 @@ from kvcore.model.points import last_point_key, point_keys
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.describe import describe
-from kvcore_vllm.leader import NULL_PAGE, Leader
+from kvcore_vllm.leader import Leader
+from kvcore_vllm.points import NULL_PAGE
 from support.vllm_leader import PROMPT, request
 
 ATTENTION = ["model.layers.2.self_attn.attn", "model.layers.5.self_attn.attn"]

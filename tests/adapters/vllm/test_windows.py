@@ -31,7 +31,8 @@ from kvcore.model.points import point_keys
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.describe import dense_windows, describe
-from kvcore_vllm.leader import NULL_PAGE, Leader
+from kvcore_vllm.leader import Leader
+from kvcore_vllm.points import NULL_PAGE
 from support.vllm_leader import PROMPT, request
 
 FULL = ["model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn"]

@@ -21,7 +21,7 @@ from kvcore.connector.page_table import Paging
 from kvcore.errors import TransferError
 from kvcore.memory.points import PointCopies, PointMemory
 from kvcore.worker.executors import DeviceCopy
-from kvcore_vllm.leader import Leader
+from kvcore_vllm import leader
 
 ORDER = Path(os.environ["KVCORE_SPOIL"])
 
@@ -76,17 +76,24 @@ def _spoil_loads() -> None:
 
 
 def _spoil_saves() -> None:
-    right = Leader._whole_points
+    right, save = leader.whole_points, leader.Leader._save_states
+
+    @wraps(save)
+    def saving(self: Any, output: Any) -> None:
+        nonlocal step
+        step = self._model.point.every * self._block
+        save(self, output)
 
     @wraps(right)
-    def wrong(self: Any, offered: Any) -> Any:
-        found = right(self, offered)
+    def wrong(offered: Any, groups: Any, block: int) -> Any:
+        found = right(offered, groups, block)
         if _order() == "earlier":
-            step = self._model.point.every * self._block
             found = {boundary - step: pages for boundary, pages in found.items() if boundary > step}
         return found
 
-    Leader._whole_points = wrong  # type: ignore[method-assign]
+    step = 0
+    leader.Leader._save_states = saving  # type: ignore[method-assign]
+    leader.whole_points = wrong
     table = Paging._windows
 
     @wraps(table)
