@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.model.points import PointShape, StateGroup, point_keys
+from kvcore.model.points import PointShape, StateGroup, WindowGroup, point_keys
+from kvcore.model.shape import BlockShape
 from kvcore.tiers.finder import Promise
 from kvcore.tiers.remote import Shard, StoreFinder, StoreQuery
 from kvcore.tiers.remote.memory import MemoryStore
@@ -326,7 +327,10 @@ def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject
 
 # -- resume points ------------------------------------------------------------------------------
 
-POINTS = PointShape((StateGroup(1, ("state",), 20),), row_nbytes=8, every=2)
+LAYER = BlockShape(1, 1, 1, block_tokens=1, dtype="uint8")
+POINTS = PointShape(
+    (StateGroup(1, ("state",), 20),), 8, every=2, windows=(WindowGroup(2, ("w",), LAYER, 3),)
+)
 
 
 def put(store: Flaky, *keys: bytes) -> None:
@@ -373,7 +377,7 @@ def test_a_point_of_which_a_row_was_lost_gives_way_to_a_shorter_one(
     put(store, *POINTS.chain(keys, 2), *POINTS.chain(keys, 4))
     pointed.find(keys)
     assert resumable(pointed, keys) == 4
-    lost = point_keys(keys[3], POINTS.rows)[row]
+    lost = point_keys(keys[3], POINTS.rows(4))[row]
     pointed.index.removal.invalidate("far", lost)
     pointed.lookup.absent(lost)
     pointed.find(keys)
@@ -405,7 +409,7 @@ def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) ->
             leader.now += 20  # what was absent is asked for again
             put(store, *keys[: data.draw(st.integers(0, len(keys)))])
             for end in data.draw(st.sets(st.sampled_from(ends), max_size=4)) if ends else ():
-                put(store, *point_keys(keys[end - 1], POINTS.rows))
+                put(store, *point_keys(keys[end - 1], POINTS.rows(end)))
             beyond = data.draw(st.sampled_from([0, resumable(leader, keys)]))
             leader.find(keys, beyond)
             there = [names_of(key)[0] in store.values for key in keys]
@@ -414,7 +418,7 @@ def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) ->
                 end
                 for end in ends
                 if end <= most
-                and names_of(point_keys(keys[end - 1], POINTS.rows)[-1])[0] in store.values
+                and names_of(point_keys(keys[end - 1], POINTS.rows(end))[-1])[0] in store.values
             ]
             assert resumable(leader, keys) == max(rows, default=0)
     finally:
