@@ -95,7 +95,7 @@ class PointCopies:
 
 
 NO_POINTS = PointCopies()
-"""Of a model that keeps blocks only."""
+"""A model that keeps blocks only has no copies of resume points."""
 
 
 @dataclass(frozen=True)

@@ -184,11 +184,6 @@ class PointShape:
                 )
 
     @property
-    def groups(self) -> set[int]:
-        """The positions of all page tables of a point."""
-        return {s.group for s in self.states} | {w.group for w in self.windows}
-
-    @property
     def spare(self) -> int:
         """How many tokens before the boundary of a point the model may go on."""
         if self.states:
@@ -231,10 +226,12 @@ class PointShape:
 
     def rows(self, blocks: int) -> int:
         """Return the number of rows of a point behind ``blocks`` blocks."""
-        return self.state_rows + sum(
-            min(blocks, window.blocks) * len(self._layers_of_rows(window))
-            for window in self.windows
-        )
+        return self.state_rows + sum(min(blocks, most) * rows for most, rows in self._window_sizes)
+
+    @cached_property
+    def _window_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The most blocks of each window, and the rows of one. Lookups ask for it many times."""
+        return tuple((w.blocks, len(self._layers_of_rows(w))) for w in self.windows)
 
     def chain(self, keys: Sequence[bytes], blocks: int) -> tuple[bytes, ...]:
         """Return the first ``blocks`` of ``keys``, and the rows of the point behind them."""

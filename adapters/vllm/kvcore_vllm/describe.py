@@ -64,12 +64,12 @@ def describe(
 
     ``block_tokens`` is the size wanted of a block. A model with states gets its largest divisor
     with which blocks end where vLLM has states to save. ``dense_windows`` is why blocks keep the
-    KV of layers with windows too; if it is empty, resume points do where vLLM allows it.
+    KV of layers with windows too. If it is empty, resume points keep the ends of the windows.
     """
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
     states = _state_specs(kv_cache_config)
-    windows = _window_groups(vllm_config, kv_cache_config, dense_windows)
+    windows = _window_groups(kv_cache_config, dense_windows)
     step = 0
     if states:
         _check_states(vllm_config, states)
@@ -155,12 +155,10 @@ def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
     return ""
 
 
-def _window_groups(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, dense: str
-) -> tuple[int, ...]:
+def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[int, ...]:
     """Return the groups whose layers have a window that resume points are to keep.
 
-    None if every layer has one: nothing is left then for blocks.
+    There are none if every layer has a window, because nothing is left then for blocks.
     """
     groups = kv_cache_config.kv_cache_groups
     found = [i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec]
@@ -171,10 +169,17 @@ def _window_groups(
     largest = max(_token_nbytes(groups[i].kv_cache_spec) for i in found)
     if not dense and largest > most:
         dense = f"one of their layers keeps {largest} bytes a token, all others together {most}"
+    kinds = {(str(g.kv_cache_spec.dtype), _quantisation(g.kv_cache_spec)) for g in groups}
+    if not dense and len(kinds) > 1:  # the namespace names one type and its scales
+        dense = f"their KV is of another type: {sorted(kinds)}"
     if dense:
         _log.info("blocks keep the KV of %d groups of layers with windows: %s", len(found), dense)
         return ()
     return tuple(found)
+
+
+def _quantisation(spec: Any) -> str:
+    return str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
 
 
 def _token_nbytes(spec: Any) -> int:

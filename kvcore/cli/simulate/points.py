@@ -23,7 +23,7 @@ _WORDS = "ends, junctions, every=TOKENS, last, all"
 
 
 class PointRule(NamedTuple):
-    """Which points are kept. With ``moves``, one a conversation: a new one replaces the last."""
+    """The points that are kept. With ``moves``, a new one replaces the last of its conversation."""
 
     name: str
     policy: PointPolicy

@@ -90,6 +90,12 @@ def test_a_resume_point_has_the_end_of_each_window() -> None:
     assert (model.point.every, model.point.spare, model.point.rows(9)) == (1, 1, 4)
 
 
+def test_windows_of_another_type_are_no_part_of_a_point() -> None:
+    """The namespace has the type and the scales of one kind of layer."""
+    with pytest.raises(UnsupportedError, match="different heads or dtypes"):
+        described(16, "", full(), window(dtype=torch.bfloat16))
+
+
 def test_unlike_heads_are_served_where_the_layers_with_a_window_are_those_of_a_kind() -> None:
     """Gemma 4: blocks have heads of one kind, the ends of windows those of another."""
     other = window(num_kv_heads=1, head_size=32)

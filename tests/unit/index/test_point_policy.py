@@ -1,4 +1,4 @@
-"""Which resume points are saved: ends, junctions, and between them as many as their bytes allow."""
+"""The default policy saves points at ends and junctions, and between them as their bytes allow."""
 
 from __future__ import annotations
 
