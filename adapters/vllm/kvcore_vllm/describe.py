@@ -169,7 +169,7 @@ def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[int, ...
     largest = max(_token_nbytes(groups[i].kv_cache_spec) for i in found)
     if not dense and largest > most:
         dense = f"one of their layers keeps {largest} bytes a token, all others together {most}"
-    kinds = {(str(g.kv_cache_spec.dtype), _quantisation(g.kv_cache_spec)) for g in groups}
+    kinds = {_type_of(group.kv_cache_spec) for group in groups}
     if not dense and len(kinds) > 1:  # the namespace names one type and its scales
         dense = f"their KV is of another type: {sorted(kinds)}"
     if dense:
@@ -178,8 +178,9 @@ def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[int, ...
     return tuple(found)
 
 
-def _quantisation(spec: Any) -> str:
-    return str(getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE"))
+def _type_of(spec: Any) -> tuple[str, str]:
+    """Return the type of a layer's numbers, and how they are quantised."""
+    return str(spec.dtype), str(spec.kv_quant_mode.name)
 
 
 def _token_nbytes(spec: Any) -> int:
