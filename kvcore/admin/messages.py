@@ -33,7 +33,7 @@ __all__ = [
     "frames",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 _NAME = b"kvcore"
 HEADER = _NAME + struct.pack("<I", PROTOCOL)
 

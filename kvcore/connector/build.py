@@ -89,10 +89,13 @@ def build_leader(
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
     if model.point is not None and config.server.address is not None:
-        raise UnsupportedError(
-            "a model with resume points behind a server (server.address): leave the address away, "
-            "so that kvcore keeps its own host memory"
-        )
+        rows = model.point.row_nbytes * model.world_size
+        if rows > model.shape.nbytes:
+            raise UnsupportedError(
+                f"resume points of {model.world_size} ranks behind a server (server.address): "
+                f"their rows take {rows} bytes and a block {model.shape.nbytes}, because ranks "
+                "keep the same heads. Leave the address away: each rank then has host memory"
+            )
     if recorder is not None:
         on_event = recorder.listener(on_event)
     if config.server.address is None:
@@ -248,7 +251,9 @@ def build_worker(
     from kvcore.server.worker import ServedWorker
 
     served = partial(ServedWorker, served=config, model=model, rank=rank)
-    return runtime.build_worker(config, model, rank, views, served=served)
+    return runtime.build_worker(
+        config, model, rank, views, served=served, states=states, windows=windows
+    )
 
 
 def fusion_parts(config: Config, parts: WorkerParts) -> tuple[Selector, FusionOps]:

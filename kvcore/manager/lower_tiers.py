@@ -9,7 +9,7 @@ from kvcore._util.circuit_breaker import Breaker, TierBreakers
 from kvcore.index import BlockIndex
 from kvcore.manager.base import Backing
 from kvcore.manager.remote_lookup import StoreLookup
-from kvcore.model.points import PointShape
+from kvcore.model.points import PointRows
 
 __all__ = ["LowerTiers"]
 
@@ -34,7 +34,7 @@ class LowerTiers:
         backings: Sequence[Backing],
         index: BlockIndex,
         clock: Callable[[], float],
-        points: PointShape | None = None,
+        points: PointRows | None = None,
     ) -> LowerTiers:
         """Give ``backings`` circuit breakers, and lookups if other hosts write to them."""
         breakers = TierBreakers((tier.name for tier in backings), clock=clock)

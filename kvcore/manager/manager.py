@@ -46,7 +46,7 @@ from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.loader import Loader
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.manager.offloader import Offloader, TokenPublisher
-from kvcore.model.points import PointShape
+from kvcore.model.points import PointRows
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import OpReport, Priority, Span, TransferGraph, UnitTable
 
@@ -97,7 +97,7 @@ class KVManager(Manager):
         options: TransferOptions = _DEFAULTS,
         metrics: Metrics | None = None,
         publish_tokens: TokenPublisher | None = None,
-        points: PointShape | None = None,
+        points: PointRows | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -151,7 +151,7 @@ class KVManager(Manager):
                 position = depth
         return tuple(sources)
 
-    def _resumable(self, points: PointShape, hit: Hit) -> Hit:
+    def _resumable(self, points: PointRows, hit: Hit) -> Hit:
         """Return the longest hit within ``hit`` that ends in a resume point."""
         for blocks in range(points.boundary(hit.depth), 0, -points.every):
             if points.last_row(hit.keys, blocks) not in self.index:

@@ -17,7 +17,7 @@ from kvcore.manager.base import HOST, Backing, Planned, WritePolicy
 from kvcore.manager.inflight import Flight, Flights
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
-from kvcore.model.points import PointShape
+from kvcore.model.points import PointRows
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_save, build_spill
@@ -47,7 +47,7 @@ class Offloader:
         *,
         write_through_in_save: bool = True,
         publish_tokens: TokenPublisher | None = None,
-        points: PointShape | None = None,
+        points: PointRows | None = None,
     ) -> None:
         self._index = index
         self._flights = flights

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.model.points import PointShape, point_keys
+from kvcore.model.points import PointRows, point_keys
 from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
@@ -76,7 +76,7 @@ class StoreLookup:
         breaker: Breaker,
         finder: Finder,
         *,
-        points: PointShape | None = None,
+        points: PointRows | None = None,
         readable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,7 +129,7 @@ class StoreLookup:
         self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner, ends or {})
         return True
 
-    def _ends(self, points: PointShape, keys: Sequence[bytes], beyond: int) -> dict[bytes, int]:
+    def _ends(self, points: PointRows, keys: Sequence[bytes], beyond: int) -> dict[bytes, int]:
         """Return the blocks before each point worth looking for, by its last row, longest first.
 
         They are behind block ``beyond``. None is worth it if the longest was not there a moment
@@ -145,7 +145,7 @@ class StoreLookup:
                 found[last] = end
         return found
 
-    def _lacks_row(self, points: PointShape, keys: Sequence[bytes], end: int) -> bool:
+    def _lacks_row(self, points: PointRows, keys: Sequence[bytes], end: int) -> bool:
         """Return True if a row of the point behind ``end`` blocks is known to be absent."""
         if not self._absent:  # nearly always: there can be many points, of many rows
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.errors import LayoutError
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "NO_PLACE",
     "NO_POINTS",
     "PointCopies",
     "PointMemory",
     "RowCopy",
+    "SlotPlace",
     "StatePages",
     "WindowCopy",
     "WindowPages",
@@ -38,6 +40,24 @@ StatePages = Mapping[int, Sequence["torch.Tensor"]]
 
 WindowPages = Mapping[int, KVView]
 """By group, the pages of its layers with a window."""
+
+
+class SlotPlace(NamedTuple):
+    """Where a rank's rows of points lie in an arena: slots of so many bytes, from ``at`` on each.
+
+    In an arena of its own that is the slot's first byte. A server's slots have a whole block, the
+    parts of all ranks. There the rows of each rank follow those of the rank before.
+    """
+
+    slot_nbytes: int
+    at: int = 0
+
+    def bytes_of(self, arena: KVView) -> torch.Tensor:
+        """Return an arena's memory as bytes, from the rows of the first slot on."""
+        import torch
+
+        [tensor] = arena.tensors
+        return tensor.view(torch.uint8)[self.at :]
 
 
 @dataclass(frozen=True)
@@ -67,16 +87,15 @@ class WindowCopy:
     pages: KVView
     shape: BlockShape
 
-    def memory(self, arena: KVView, slot_nbytes: int) -> KVView:
-        """Return the same part of a block in slots of ``slot_nbytes``, the pages of ``arena``.
+    def memory(self, arena: KVView, place: SlotPlace) -> KVView:
+        """Return the same part of a block in slots, the pages of ``arena``.
 
         Slots must be runs of bytes. A unit of the view is a block.
         """
         import torch
 
-        [tensor] = arena.tensors
-        layout = arena_layout(self.shape, arena.layout.num_pages, slot_nbytes=slot_nbytes)
-        return KVView(layout, [tensor.view(getattr(torch, self.shape.dtype))])
+        layout = arena_layout(self.shape, arena.layout.num_pages, slot_nbytes=place.slot_nbytes)
+        return KVView(layout, [place.bytes_of(arena).view(getattr(torch, self.shape.dtype))])
 
 
 @dataclass(frozen=True)
@@ -86,16 +105,17 @@ class PointCopies:
     states: Sequence[RowCopy] = ()
     windows: Sequence[WindowCopy] = ()
 
-    def in_memory(self, arena: KVView, slot_nbytes: int) -> PointMemory:
+    def in_memory(self, arena: KVView, place: SlotPlace) -> PointMemory:
         """Return the views of an arena that belong to these copies, in the same order."""
         return PointMemory(
-            [row_view(arena, slot_nbytes, part.pieces) for part in self.states],
-            [part.memory(arena, slot_nbytes) for part in self.windows],
+            [row_view(arena, place, part.pieces) for part in self.states],
+            [part.memory(arena, place) for part in self.windows],
         )
 
 
 NO_POINTS = PointCopies()
-"""A model that keeps blocks only has no copies of resume points."""
+NO_PLACE = SlotPlace(0)
+"""A model that keeps blocks only has no copies of resume points, and no rows."""
 
 
 @dataclass(frozen=True)
@@ -151,19 +171,17 @@ def row_copies(point: PointShape, pages: StatePages) -> list[RowCopy]:
     ]
 
 
-def row_view(memory: KVView, slot_nbytes: int, pieces: Sequence[Piece]) -> KVView:
-    """Return the same pieces in slots of ``slot_nbytes``, the pages of ``memory``.
+def row_view(memory: KVView, place: SlotPlace, pieces: Sequence[Piece]) -> KVView:
+    """Return the same pieces in slots, the pages of ``memory``.
 
     Slots must be runs of bytes. A unit of the view is a slot.
     """
-    import torch
-
-    [tensor] = memory.tensors
+    distance = place.slot_nbytes
     planes = tuple(
-        (Plane(0, piece.at, slot_nbytes, 0, Axis(0), _ONE, piece.nbytes),) for piece in pieces
+        (Plane(0, piece.at, distance, 0, Axis(0), _ONE, piece.nbytes),) for piece in pieces
     )
     layout = KVLayout(_BYTES, memory.layout.num_pages, 1, 1, planes)
-    return KVView(layout, [tensor.view(torch.uint8)])
+    return KVView(layout, [place.bytes_of(memory)])
 
 
 def _pages_view(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> KVView:

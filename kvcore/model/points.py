@@ -29,7 +29,7 @@ A point is found by its last row: a row can be in a tier only if all rows before
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,6 +39,8 @@ from kvcore.model.shape import BlockShape
 
 __all__ = [
     "Piece",
+    "PointCounts",
+    "PointRows",
     "PointShape",
     "StateGroup",
     "WindowGroup",
@@ -157,19 +159,73 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class PointRows:
+    """How many rows the resume points of a model have, and where one can be.
+
+    That is all that the tiers need to know of points. What the rows have is in `PointShape`.
+    """
+
+    every: int
+    """The blocks between two boundaries at which the engine can have a point."""
+    state_rows: int
+    """The number of rows of the states, which come first."""
+    window_sizes: tuple[tuple[int, int], ...]
+    """For each group with a window, the most blocks of a point, and the rows of one block."""
+
+    @property
+    def most_rows(self) -> int:
+        """The number of rows of a point far from the start of a prompt."""
+        return self.state_rows + sum(most * rows for most, rows in self.window_sizes)
+
+    def rows(self, blocks: int) -> int:
+        """Return the number of rows of a point behind ``blocks`` blocks."""
+        return self.state_rows + sum(min(blocks, most) * rows for most, rows in self.window_sizes)
+
+    def chain(self, keys: Sequence[bytes], blocks: int) -> tuple[bytes, ...]:
+        """Return the first ``blocks`` of ``keys``, and the rows of the point behind them."""
+        return (*keys[:blocks], *point_keys(keys[blocks - 1], self.rows(blocks)))
+
+    def last_row(self, keys: Sequence[bytes], blocks: int) -> bytes:
+        """Return the last of `chain`."""
+        return last_point_key(keys[blocks - 1], self.rows(blocks))
+
+    def boundary(self, blocks: int) -> int:
+        """Return the last boundary at which a point can be, at or before ``blocks``."""
+        return blocks // self.every * self.every
+
+
 @dataclass(frozen=True)
-class PointShape:
+class PointCounts(PointRows):
+    """`PointRows` as numbers, for a process that has no page of the engine."""
+
+    every: int
+    state_rows: int
+    window_sizes: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = [part for size in self.window_sizes for part in size]
+        if self.every < 1 or min(parts, default=1) < 1 or self.state_rows < 0 or not self.most_rows:
+            raise LayoutError(f"not the rows of a resume point: {self}")
+
+    @classmethod
+    def of(cls, point: PointRows) -> PointCounts:
+        return cls(point.every, point.state_rows, point.window_sizes)
+
+
+@dataclass(frozen=True)
+class PointShape(PointRows):
     """The resume points of a model, the same on every rank.
 
-    ``states`` are the groups in the order of their bytes, ``row_nbytes`` the bytes of a row on one
-    rank, and ``every`` the blocks between two boundaries at which the engine can have a point.
-    ``windows`` are the groups with a window.
+    ``states`` are the groups in the order of their bytes, and ``row_nbytes`` the bytes of a row on
+    one rank. ``windows`` are the groups with a window.
     """
 
     states: tuple[StateGroup, ...]
     row_nbytes: int
     every: int
     windows: tuple[WindowGroup, ...] = ()
+    state_rows: int = field(init=False, repr=False, compare=False)
+    window_sizes: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = [self.row_nbytes, self.every, *(state.nbytes for state in self.states)]
@@ -182,6 +238,9 @@ class PointShape:
                     f"a layer with a window keeps {window.shape.layer_nbytes} bytes of a block, "
                     f"more than the {self.row_nbytes} of all layers without one"
                 )
+        counts = tuple((w.blocks, len(self._layers_of_rows(w))) for w in self.windows)
+        object.__setattr__(self, "state_rows", -(-self.state_nbytes // self.row_nbytes))
+        object.__setattr__(self, "window_sizes", counts)
 
     @property
     def spare(self) -> int:
@@ -194,11 +253,6 @@ class PointShape:
     def state_nbytes(self) -> int:
         """Bytes of all states of a point on one rank."""
         return sum(len(state.names) * state.nbytes for state in self.states)
-
-    @cached_property
-    def state_rows(self) -> int:
-        """The number of rows of the states, which come first."""
-        return -(-self.state_nbytes // self.row_nbytes)
 
     @cached_property
     def window_rows(self) -> tuple[WindowRow, ...]:
@@ -218,32 +272,6 @@ class PointShape:
         layers = window.shape.layers
         most = self.row_nbytes // window.shape.layer_nbytes
         return [range(start, min(start + most, layers)) for start in range(0, layers, most)]
-
-    @property
-    def most_rows(self) -> int:
-        """The number of rows of a point far from the start of a prompt."""
-        return self.state_rows + len(self.window_rows)
-
-    def rows(self, blocks: int) -> int:
-        """Return the number of rows of a point behind ``blocks`` blocks."""
-        return self.state_rows + sum(min(blocks, most) * rows for most, rows in self._window_sizes)
-
-    @cached_property
-    def _window_sizes(self) -> tuple[tuple[int, int], ...]:
-        """The most blocks of each window, and the rows of one. Lookups ask for it many times."""
-        return tuple((w.blocks, len(self._layers_of_rows(w))) for w in self.windows)
-
-    def chain(self, keys: Sequence[bytes], blocks: int) -> tuple[bytes, ...]:
-        """Return the first ``blocks`` of ``keys``, and the rows of the point behind them."""
-        return (*keys[:blocks], *point_keys(keys[blocks - 1], self.rows(blocks)))
-
-    def last_row(self, keys: Sequence[bytes], blocks: int) -> bytes:
-        """Return the last of `chain`."""
-        return last_point_key(keys[blocks - 1], self.rows(blocks))
-
-    def boundary(self, blocks: int) -> int:
-        """Return the last boundary at which a point can be, at or before ``blocks``."""
-        return blocks // self.every * self.every
 
     def pieces(self) -> Iterator[Piece]:
         """Yield where each byte of a point's states is, in order."""

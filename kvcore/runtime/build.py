@@ -35,9 +35,16 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
-from kvcore.memory.points import NO_POINTS, PointCopies, StatePages, WindowPages, point_copies
+from kvcore.memory.points import (
+    NO_POINTS,
+    PointCopies,
+    SlotPlace,
+    StatePages,
+    WindowPages,
+    point_copies,
+)
 from kvcore.model.keys import pack_tokens
-from kvcore.model.points import is_point_row, without_rows
+from kvcore.model.points import PointRows, is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
 from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backings
@@ -53,6 +60,7 @@ __all__ = [
     "HostSlots",
     "ManagerParts",
     "WorkerParts",
+    "arena_arrangement",
     "build_manager",
     "build_segments",
     "build_worker",
@@ -96,15 +104,20 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
     return HostSlots(total - staging, staging)
 
 
-def device_slots(config: Config, model: ModelDescription) -> int:
+def arena_arrangement(config: Config, points: PointRows | None) -> Arrangement:
+    """Return how slots lie in an arena: as one run of bytes each if they hold resume points."""
+    return Arrangement(config.host.arrangement) if points is None else Arrangement.BLOCKWISE
+
+
+def device_slots(config: Config, model: ModelDescription, points: PointRows | None) -> int:
     """Return how many blocks every rank's staging on the device holds.
 
-    0 if no tier is read directly to the device.
+    0 if no tier is read directly to the device. ``points`` are the resume points of the model.
     """
     disk = config.disk
     if disk.path is None or disk.to_device == "off" or config.server.address is not None:
         return 0
-    if model.point is not None:
+    if points is not None:
         _log.info("disk.to_device has no effect: rows of resume points go through host memory")
         return 0
     largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
@@ -222,16 +235,19 @@ def build_manager(
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
     write_through_in_save: bool = True,
+    points: PointRows | None = None,
 ) -> ManagerParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
     ``write_through_in_save`` is as in `TransferOptions`. ``on_event``
     gets what the feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank``
-    distinguishes the leaders of one engine if there are several.
+    distinguishes the leaders of one engine if there are several. ``points`` are the model's resume
+    points, by default those that it describes.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.
     """
+    points = model.point if points is None else points
     plugins = load_plugins(config)
     plugins.check(config)
     slots = host_slots(config, model)
@@ -245,25 +261,25 @@ def build_manager(
     for found in backings:
         if found.prepared.torn:
             metrics.refused_block(found.spec.name, Mismatch.CORRUPT.value, found.prepared.torn)
-    chosen = {} if model.point is None else {"told": without_rows}
+    chosen = {} if points is None else {"told": without_rows}
     events = open_events(config, index, metrics, data_parallel_rank, **chosen)
     feed = None if events is None else events.feed
     listener = _both(on_event, feed)
     if listener is not None:
-        index.watch(listener if model.point is None else partial(_tell_blocks, listener))
+        index.watch(listener if points is None else partial(_tell_blocks, listener))
     manager = KVManager(
         index,
         transport,
         backing=[found.backing for found in backings],
         options=TransferOptions(
             staging_slots=range(slots.indexed, slots.total),
-            device_slots=device_slots(config, model),
+            device_slots=device_slots(config, model, points),
             batch_blocks=config.transfer.batch_blocks,
             write_through_in_save=write_through_in_save,
         ),
         metrics=metrics,
         publish_tokens=_token_publisher(feed, config.block.tokens),
-        points=model.point,
+        points=points,
     )
     manager.invalidation.not_taken.update(not_taken)
     tenants = Tenants(config, model.fingerprint, index, model.shape.nbytes, metrics)
@@ -401,7 +417,7 @@ def build_worker(
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
-        arrangement=Arrangement.BLOCKWISE if model.point else config.host.arrangement,
+        arrangement=arena_arrangement(config, model.point),
         huge_pages=config.host.huge_pages and own,
         pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,
@@ -421,7 +437,7 @@ def build_worker(
             limits=WorkerLimits(
                 config.transfer.copy_threads,
                 queue_depth=config.transfer.queue_depth,
-                device_slots=device_slots(config, model),
+                device_slots=device_slots(config, model, model.point),
             ),
             metrics=metrics,
             tracer=_tracer(config, rank),
@@ -470,8 +486,7 @@ def _prepare(
         for group in worker.groups
         if group.layers
     ]
-    size = worker.arena.slot_nbytes
-    rows = points.in_memory(arena, size)
+    rows = points.in_memory(arena, SlotPlace(worker.arena.slot_nbytes))
     copied += [
         (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)
     ]

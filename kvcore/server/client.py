@@ -32,7 +32,6 @@ from kvcore.manager.base import (
 )
 from kvcore.model.identity import settings_digest
 from kvcore.model.keys import pack_tokens
-from kvcore.model.shape import BlockShape
 from kvcore.model.spec import ModelDescription
 from kvcore.server.messages import (
     MAX_WAIT_S,
@@ -88,11 +87,16 @@ class RemoteManager(Manager):
     index: RemoteIndex
 
     def __init__(
-        self, keeper: SessionKeeper, transport: Transport, shape: BlockShape, metrics: Metrics
+        self,
+        keeper: SessionKeeper,
+        transport: Transport,
+        model: ModelDescription,
+        metrics: Metrics,
     ) -> None:
         self.keeper = keeper
-        self.segments = RemoteSegments(keeper, shape.block_tokens)
-        self._block_tokens = shape.block_tokens
+        self._block_tokens = model.shape.block_tokens
+        self._points = model.point
+        self.segments = RemoteSegments(keeper, self._block_tokens)
         self.transport = transport
         self.index = RemoteIndex(self)
         self._metrics = metrics
@@ -123,17 +127,23 @@ class RemoteManager(Manager):
         return "" if member is None else member.welcome.node
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
-        """Return what the server holds of ``keys``; an empty hit if it does not answer in time.
-
-        A server keeps no resume points, so that ``limit`` is not looked at.
-        """
+        """Return what the server holds of ``keys``; an empty hit if it does not answer in time."""
+        if self._points is not None:
+            keys = keys[:limit]
         found = self._match(keys, namespace, 0, ask=False)
         if found is None:
             self._coming = b""
             return Hit(keys, namespace, ())
         self._coming = keys[-1] if found.asking else b""
         self._room = Room(found.full, found.free, found.staging, found.lent, found.moving)
-        return Hit(keys, namespace, tuple(Source(*source) for source in found.sources))
+        sources = tuple(Source(*source) for source in found.sources)
+        if self._points is None:
+            return Hit(keys, namespace, sources)
+        beside = Hit(keys, namespace, tuple(Source(*source) for source in found.beside))
+        if not found.blocks:
+            return Hit(keys, namespace, (), beside=beside)
+        point = self._points.rows(found.blocks)
+        return Hit(self._points.chain(keys, found.blocks), namespace, sources, point, beside)
 
     def _match(
         self,
@@ -160,17 +170,17 @@ class RemoteManager(Manager):
         Call it after `get_match` for the same prompt. Promised blocks may come to the server's
         stores, or to its host memory from another of its engines.
         """
-        member = self.keeper.member
-        if member is None or max(hit.depth, computed) >= len(hit.keys):
+        member, keys = self.keeper.member, hit.held.keys
+        if member is None or max(hit.blocks, computed) >= len(keys):
             return False
         if promise is None and not member.welcome.stores:
-            return hit.keys[-1] == self._coming
-        found = self._match(hit.keys, hit.namespace, computed, ask=True, promise=promise)
+            return keys[-1] == self._coming
+        found = self._match(keys, hit.namespace, computed, ask=True, promise=promise)
         if found is None:
             return False
         # This reply also reports what came between the two requests; it is not asked for again.
         depth = found.sources[-1][2] if found.sources else 0
-        return found.asking or depth > hit.depth
+        return found.asking or (depth if self._points is None else found.blocks) > hit.blocks
 
     def wait_stores(self, timeout: float) -> bool:
         """Wait a moment, then let the caller ask again: the server does not notify its clients."""
@@ -273,18 +283,21 @@ class RemoteManager(Manager):
         *,
         point: bool = False,
     ) -> Planned | None:
-        """Have the server plan a save, as `Manager.plan_save` does. It keeps no resume points.
+        """Have the server plan a save, as `Manager.plan_save` does.
 
         Nothing is saved while the server does not answer. Blocks that a load in flight reads from
         host memory need no save. The server is then not asked, so that a request that waits for its
         first token is spared the round trip.
         """
-        assert not point, "a resume point behind a server"
-        member = self._ready_member()
+        member, blocks = self._ready_member(), keys[:stop]
+        if point:
+            assert self._points is not None, "a resume point of a model that has none"
+            keys = self._points.chain(keys, stop)
+            stop = len(keys)
         if member is None or not stop or self._is_kept(keys, stop):
             return None
         reply = self.keeper.ask(
-            SaveRequest(self._ref(), member.number, join(keys[:stop]), namespace), LaunchReply
+            SaveRequest(self._ref(), member.number, join(blocks), namespace, point), LaunchReply
         )
         if not isinstance(reply, LaunchReply):
             self._metrics.save_skipped(SaveSkip.BUSY, stop)
@@ -306,7 +319,9 @@ class RemoteManager(Manager):
             raise
         member = self._member_of(graph.graph_id)
         if planned.tokens is not None and member is not None and member.welcome.wants_tokens:
-            self._publish_tokens(member, planned.keys, planned.blocks, planned.tokens)
+            (start, stop), point = planned.blocks, graph.point
+            with_tokens = Span(start, stop if point is None else start + point)
+            self._publish_tokens(member, planned.keys, with_tokens, planned.tokens)
         if on_end is not None:
             self._on_end[graph.graph_id] = on_end
         self._left[graph.graph_id] = {op.op_id for op in graph.ops}
@@ -347,6 +362,7 @@ class RemoteManager(Manager):
             list(layers),
             deadline_s,
             fetch,
+            hit.point if blocks.stop == hit.depth else 0,
         )
         reply = self.keeper.ask(request, LaunchReply)
         if isinstance(reply, Refused):
@@ -507,4 +523,4 @@ def join_server(
     """
     keeper = SessionKeeper(config.server, model, settings_digest(config.namespace))
     keeper.start()
-    return RemoteManager(keeper, transport, model.shape, metrics)
+    return RemoteManager(keeper, transport, model, metrics)

@@ -21,13 +21,17 @@ from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.admin.messages import HEADER as HEADER  # the protocol is one, for orders too
 from kvcore.admin.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
 from kvcore.admin.messages import frames as frames
-from kvcore.errors import FormatError
+from kvcore.errors import FormatError, LayoutError
 from kvcore.model.keys import KEY_BYTES
+from kvcore.model.points import PointCounts, PointRows
 from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
 
 MAX_BLOCKS = 1 << 18
 """Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
+
+MAX_POINT_ROWS = 1 << 16
+"""Rows of one resume point."""
 
 MAX_REPORTS = 4096
 """Ended ops in one message; a client with more sends several messages."""
@@ -50,10 +54,22 @@ PackedPromise = tuple[
 """The fields of `kvcore.manager.base.Promise`."""
 
 
+Rows = Annotated[int, Meta(ge=0, le=MAX_POINT_ROWS)]
+
+
+class Points(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of `kvcore.model.points.PointCounts`."""
+
+    every: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
+    state_rows: Rows
+    window_sizes: Annotated[tuple[tuple[Rows, Rows], ...], Meta(max_length=64)]
+
+
 class Model(msgspec.Struct, frozen=True, array_like=True):
     """The model whose KV is shared: the shape of a whole block, and its fingerprint.
 
-    The shape is the canonical one, not the part of one rank.
+    The shape is the canonical one, not the part of one rank. ``points`` are the rows of its resume
+    points, if it has any.
     """
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
@@ -64,17 +80,33 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     kv_factor: Annotated[int, Meta(ge=1, le=2)]
     v_head_dim: Annotated[int, Meta(ge=1, le=65536)] | None
     fingerprint: Annotated[bytes, Meta(min_length=1, max_length=64)]
+    points: Points | None = None
 
     @classmethod
-    def of(cls, shape: BlockShape, fingerprint: bytes) -> Model:
-        return cls(**shape.to_dict(), fingerprint=fingerprint)
+    def of(cls, shape: BlockShape, fingerprint: bytes, points: PointRows | None = None) -> Model:
+        told = None
+        if points is not None:
+            told = Points(points.every, points.state_rows, points.window_sizes)
+        return cls(**shape.to_dict(), fingerprint=fingerprint, points=told)
 
     @property
     def shape(self) -> BlockShape:
         """Return the shape of a block. Raises LayoutError if there is no such block."""
         data = msgspec.structs.asdict(self)
-        del data["fingerprint"]
+        del data["fingerprint"], data["points"]
         return BlockShape.from_dict(data)
+
+    @property
+    def point_rows(self) -> PointCounts | None:
+        """Return the rows of the resume points. Raises LayoutError if there are no such points."""
+        if self.points is None:
+            return None
+        rows = PointCounts(*msgspec.structs.astuple(self.points))
+        if rows.most_rows > MAX_POINT_ROWS:
+            raise LayoutError(
+                f"resume points of {rows.most_rows} rows; supported are {MAX_POINT_ROWS}"
+            )
+        return rows
 
 
 # -- requests -------------------------------------------------------------------------------
@@ -122,7 +154,8 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, tag="match"):
     """Ask which blocks of a chain are held.
 
     With ``ask``, also ask the stores for blocks beyond the first ``computed`` ones. ``promise``
-    comes with the first request about a prompt.
+    comes with the first request about a prompt. Of a model with resume points, ``keys`` are those
+    within which a point is wanted.
     """
 
     ref: Ref
@@ -138,6 +171,7 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     """Plan a load of blocks [start, stop), which a `MatchReply` found at ``sources``.
 
     ``fetch`` loads what host memory lacks of the first ``stop`` blocks into host memory alone.
+    ``point`` counts the rows of a resume point, in which ``keys`` then end.
     """
 
     ref: Ref
@@ -150,15 +184,20 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     layers: Annotated[list[Span], Meta(max_length=4096)] = []
     deadline_s: Annotated[float, Meta(gt=0)] | None = None
     fetch: bool = False
+    point: Rows = 0
 
 
 class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
-    """Plan a save of the blocks of a chain that the host tier lacks."""
+    """Plan a save of the blocks of a chain that the host tier lacks.
+
+    With ``point``, the rows of the resume point behind them follow.
+    """
 
     ref: Ref
     session: Number
     keys: Keys
     namespace: Digest
+    point: bool = False
 
 
 class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
@@ -308,10 +347,13 @@ class HeartbeatReply(msgspec.Struct, frozen=True, array_like=True, tag="beating"
 
 
 class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
-    """The reply to `MatchRequest`; the last five fields are those of `kvcore.manager.base.Room`.
+    """The reply to `MatchRequest`; ``full`` to ``moving`` are `kvcore.manager.base.Room`'s fields.
 
     ``asking`` says that more blocks are on their way, from a store or from another engine that
     saves a promised prompt. The latter is reported whether the request had ``ask`` or not.
+
+    If the model has resume points, ``blocks`` are those before the point that was found, whose rows
+    ``sources`` cover too. ``beside`` are then the sources of the leading blocks without it.
     """
 
     ref: Ref
@@ -322,6 +364,8 @@ class MatchReply(msgspec.Struct, frozen=True, array_like=True, tag="matched"):
     staging: bool
     lent: bool
     moving: bool
+    blocks: Count = 0
+    beside: list[SourceSpan] = []
 
 
 class LaunchReply(msgspec.Struct, frozen=True, array_like=True, tag="launched"):

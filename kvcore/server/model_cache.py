@@ -32,6 +32,7 @@ from kvcore.memory.hugepages import SharedPages
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import (
+    arena_arrangement,
     build_manager,
     build_segments,
     enter_directory,
@@ -53,6 +54,7 @@ from kvcore.server.messages import (
     SaveRequest,
     SearchReply,
     SearchRequest,
+    SourceSpan,
     join,
     split,
 )
@@ -159,7 +161,7 @@ class ModelCache:
 
         Raises KVCoreError if the model cannot be served with these settings.
         """
-        shape = model.shape
+        shape, self._points = model.shape, model.point_rows
         self.model = model
         self.arena = arena
         self._folder = folder
@@ -174,7 +176,13 @@ class ModelCache:
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
         self._transport = _LocalTransport(self._worker(config, described))
         try:
-            parts = build_manager(config, described, self._transport, write_through_in_save=False)
+            parts = build_manager(
+                config,
+                described,
+                self._transport,
+                write_through_in_save=False,
+                points=self._points,
+            )
             if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
         except BaseException:
@@ -195,7 +203,7 @@ class ModelCache:
         open_tiers(self._transport.worker, opener, parts.open_tiers)
 
     def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
-        shape, arrangement = model.shape, config.host.arrangement
+        shape, arrangement = model.shape, arena_arrangement(config, self._points)
         slots = host_slots(config, model).total
         nbytes = arena_bytes(shape, slots, arrangement)
         file = self._folder.make_arena(self.arena, nbytes, huge_pages=config.host.huge_pages)
@@ -257,20 +265,26 @@ class ModelCache:
 
     def match(self, asked: MatchRequest) -> MatchReply:
         hit = self.manager.get_match(split(asked.keys), asked.namespace)
-        if asked.ask and hit.depth:  # the index will take in what a store reports
-            self._check_chain(hit.keys, hit.depth, asked.namespace)
+        held = hit.held
+        if asked.ask and held.depth:  # the index will take in what a store reports
+            self._check_chain(held.keys, held.depth, asked.namespace)
         asking = asked.ask and self._ask_stores(hit, asked)
-        asking |= self._pending.coming(hit.keys, max(hit.depth, asked.computed))
-        places = [(source.tier, source.start, source.stop) for source in hit.sources]
-        return MatchReply(asked.ref, places, asking, *self.manager.flights.room)
+        asking |= self._pending.coming(held.keys, max(hit.blocks, asked.computed))
+        found = MatchReply(asked.ref, _spans(hit), asking, *self.manager.flights.room)
+        if self._points is None:
+            return found
+        return msgspec.structs.replace(found, blocks=hit.blocks, beside=_spans(held))
 
     def _ask_stores(self, hit: Hit, asked: MatchRequest) -> bool:
         """Ask the stores for more blocks; return True if some may come.
 
         No store is asked to wait for blocks that are promised at this server's own node: only a
-        session of this server saves those.
+        session of this server saves those. Of a model with resume points nothing is waited for,
+        because nobody promises a point.
         """
         promise = None if asked.promise is None else Promise(*asked.promise)
+        if self._points is not None:
+            promise = None
         if promise is not None and hit.keys:
             self._pending.expect(hit.keys, promise)
             if promise.node and promise.node == self.manager.node:
@@ -333,7 +347,8 @@ class ModelCache:
         """
         keys = split(asked.keys)
         sources = self._sources(asked, len(keys))
-        hit = Hit(keys, asked.namespace, sources)
+        self._check_point(asked, keys)
+        hit = Hit(keys, asked.namespace, sources, asked.point)
         layers = [Span(*span) for span in asked.layers]
         if any(not 0 <= a < b <= self.model.layers for a, b in layers):
             raise FormatError(f"layers {layers} of {self.model.layers}")
@@ -366,6 +381,22 @@ class ModelCache:
             )
         return tuple(Source(*source) for source in asked.sources)
 
+    def _check_point(self, asked: LoadRequest, keys: Sequence[bytes]) -> None:
+        """Raise FormatError unless the chain of a request ends in the resume point that it names.
+
+        A load needs one if the model has points. A fetch may be of the first blocks alone.
+        """
+        points, blocks = self._points, len(keys) - asked.point
+        if not asked.point and (asked.fetch or points is None):
+            return
+        if (
+            points is None
+            or blocks < 1
+            or not asked.point
+            or points.chain(keys, blocks) != (*keys,)
+        ):
+            raise FormatError(f"{len(keys)} keys do not end in a resume point of this model")
+
     def _check_chain(self, keys: Sequence[bytes], held: int, namespace: bytes) -> None:
         """Raise FormatError if the keys are no prompt's chain: all sessions share the index."""
         if not self.manager.index.is_chain(keys, held, namespace):
@@ -377,10 +408,15 @@ class ModelCache:
     def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:
         """Plan a save of a session. Raises FormatError if the keys are not a chain."""
         keys = split(asked.keys)
+        blocks = len(keys)
+        if asked.point:
+            if self._points is None or not blocks or blocks % self._points.every:
+                raise FormatError(f"this model has no resume points behind {blocks} blocks")
+            keys = [*self._points.chain(keys, blocks)]
         held = self.manager.index.held(HOST, keys)
         if held < len(keys):
             self._check_chain(keys, held, asked.namespace)
-        planned = self.manager.plan_save(keys, asked.namespace, len(keys))
+        planned = self.manager.plan_save(keys[:blocks], asked.namespace, blocks, point=asked.point)
         return self._lend(planned, asked, ranks)
 
     def _lend(
@@ -512,3 +548,7 @@ class ModelCache:
             self._segments.close()
         for release in self._releases:
             release()
+
+
+def _spans(hit: Hit) -> list[SourceSpan]:
+    return [(source.tier, source.start, source.stop) for source in hit.sources]

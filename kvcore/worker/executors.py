@@ -15,7 +15,7 @@ from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import NO_POINTS, PointCopies
+from kvcore.memory.points import NO_PLACE, NO_POINTS, PointCopies, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
@@ -46,26 +46,29 @@ class DeviceCopy:
         elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
         points: PointCopies = NO_POINTS,
-        slot_nbytes: int = 0,
+        place: SlotPlace = NO_PLACE,
     ) -> None:
         self._ops = ops
         self._first_layer = first_layer
         self._groups = groups
-        self._points, self._slot_nbytes = points, slot_nbytes
+        self._points = points
         self._elsewhere = elsewhere
-        self.use(arena)
+        self.use(arena, place)
         self._block_tokens = arena.layout.page_tokens
         self._to_device = to_device
         self._sync = sync
 
-    def use(self, arena: KVView) -> None:
-        """Copy from and to another arena. No copy may be running."""
+    def use(self, arena: KVView, place: SlotPlace) -> None:
+        """Copy from and to another arena, whose rows of points are at ``place`` in its slots.
+
+        No copy may be running.
+        """
         first = self._first_layer
         self._arenas = [
             _select_layers(arena, [layer - first for layer in group.layers])
             for group in self._groups
         ]
-        self._point_rows = self._points.in_memory(arena, self._slot_nbytes)
+        self._point_rows = self._points.in_memory(arena, place)
 
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]

@@ -22,7 +22,7 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import NO_POINTS, PointCopies
+from kvcore.memory.points import NO_POINTS, PointCopies, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier
@@ -114,7 +114,7 @@ class KVWorker:
                 self._elsewhere,
                 first_layer,
                 pages.points,
-                arena.slot_nbytes,
+                SlotPlace(arena.slot_nbytes),
             )
 
         self._copies = {
@@ -150,14 +150,15 @@ class KVWorker:
             _log.info("tier %s to the device: %s", name, how or "through host memory")
         self.tiers[name] = tier
 
-    def use_arena(self, arena: HostArena, arena_view: KVView) -> None:
+    def use_arena(self, arena: HostArena, arena_view: KVView, points_at: int = 0) -> None:
         """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
-        No transfer may be in flight. The caller closes the previous arena.
+        Rows of points are ``points_at`` bytes behind the begin of their slots. No transfer may be
+        in flight. The caller closes the previous arena.
         """
         self.arena = arena
         for copy in self._copies.values():
-            copy.use(arena_view)
+            copy.use(arena_view, SlotPlace(arena.slot_nbytes, points_at))
 
     def _observe(self, timing: OpTiming) -> None:
         span, layers = timing.op.layers, self._layers

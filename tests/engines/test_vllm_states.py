@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import words
+from kvcore_devtools.server_fixture import RunningServer
+from kvcore_devtools.server_fixture import settings as server_settings
 from kvcore_vllm.testing.rig import V2
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -304,6 +306,29 @@ def test_a_store_gives_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> 
         warm += reader.ask([shorter], "shared")
         assert_same(reader, warm, cold)
         assert [answer.tiers for answer in warm] == [{"far": reader.resumed(first)}, {}]
+
+
+def test_engines_of_a_server_go_on_from_what_one_of_them_saved(kind: Kind, tmp_path: Path) -> None:
+    """It starts two engines. All is found in the server's memory, and on its disk by the next."""
+    if kind.python or kind.env:
+        pytest.skip("the adapter's calls are those of the other kinds")
+    disk = {"path": str(tmp_path / "disk"), "capacity": "256MiB"}
+    config = server_settings(tmp_path / "kv", disk=disk, host={"capacity": "64MiB"})
+    address = {"server": config.server.model_dump(include={"address", "folder"}, mode="json")}
+    asked = [prompt(90), prompt(91, 500)]
+    for found_in in ("host", "disk"):
+        with closing(RunningServer(config)), started(kind, tmp_path, address) as process:
+            served = Served(process, kind, tmp_path / "spoil")
+            cold = served.ask(asked, "cold")
+            if found_in == "host":
+                served.ask(asked, "served")
+            settle_and_empty(process)
+            warm = served.ask(asked, "served")
+            assert_same(served, warm, cold)
+            assert [answer.tiers for answer in warm] == [
+                {found_in: served.resumed(each)} for each in asked
+            ]
+            process.settle()
 
 
 def only_one(kind: Kind) -> None:

@@ -146,8 +146,6 @@ def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
     transfer = vllm_config.kv_transfer_config
     if config.vllm.windows == "dense":
         return 'vllm.windows is "dense"'
-    if config.server.address is not None:
-        return "kvcore runs behind a server"
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return "the model runs in pipeline stages"
     if transfer is not None and transfer.kv_role != "kv_both":

@@ -17,7 +17,7 @@ from kvcore.config import Config, load_config  # noqa: E402  # after the skip
 from kvcore.connector.build import build_leader, build_worker  # noqa: E402
 from kvcore.connector.page_table import Paging, PointPages  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
-from kvcore.errors import LayoutError, UnsupportedError  # noqa: E402
+from kvcore.errors import LayoutError  # noqa: E402
 from kvcore.events.feed import Content  # noqa: E402
 from kvcore.index import BlockIndex, Event, TierSpec  # noqa: E402
 from kvcore.manager import HOST, KVManager  # noqa: E402
@@ -208,16 +208,10 @@ def test_nothing_is_staged_on_the_device_and_it_is_said(
     caplog.set_level("INFO", "kvcore.connector")
     config = settings(disk={"path": str(tmp_path), "capacity": "1MiB", "to_device": to_device})
     off = to_device == "off"
-    assert (build.device_slots(config, PLAIN) > 0) is not off
+    assert (build.device_slots(config, PLAIN, None) > 0) is not off
     assert "disk.to_device" not in caplog.text
-    assert build.device_slots(config, MODEL) == 0
+    assert build.device_slots(config, MODEL, MODEL.point) == 0
     assert ("disk.to_device has no effect" in caplog.text) is not off
-
-
-def test_a_server_does_not_take_such_a_model() -> None:
-    config = settings(server={"address": "ipc:///nowhere/kvcore"})
-    with pytest.raises(UnsupportedError, match=r"server\.address"):
-        build_leader(config, MODEL, Outbox())
 
 
 @pytest.mark.parametrize("arrangement", Arrangement)

@@ -1,0 +1,346 @@
+"""Resume points behind a server: bytes of all ranks, tiers below, and requests that are none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("zmq")
+
+from kvcore.config import Config
+from kvcore.connector.build import build_leader, build_worker
+from kvcore.connector.page_table import Paging, PointPages
+from kvcore.connector.step_transport import Outbox
+from kvcore.errors import FormatError, LayoutError, UnsupportedError
+from kvcore.manager import Hit
+from kvcore.memory.layout import Arrangement, KVView, from_strides
+from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.points import PointCounts, PointShape, StateGroup, WindowGroup
+from kvcore.model.shape import BlockShape
+from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore.server import messages as m
+from kvcore.server.client import RemoteManager
+from kvcore.server.model_cache import ModelCache
+from kvcore.server.runtime_dir import RuntimeDir
+from kvcore.transfer.graph import Span
+from kvcore.worker.lifecycle import close_worker, open_tiers
+from kvcore_devtools.server_fixture import RunningServer, settings
+from support.transfers import load_blocks
+
+BLOCK, PAGES, TOKENS = 16, 24, 4 * 16
+SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=8, block_tokens=BLOCK, dtype="float32")
+GROUPS = (
+    LayerGroup(0, BLOCK, (0, 1)),
+    LayerGroup(1, 2 * BLOCK, (), of="states"),
+    LayerGroup(2, BLOCK, (), of="windows"),
+)
+DIGEST = Namespace(bytes(16)).digest
+
+
+def model(ranks: int = 1, heads: int = 2) -> ModelDescription:
+    """States in two rows or more, and a window of two blocks, of every rank."""
+    shape = BlockShape(2, heads, 8, BLOCK, "float32")
+    row = shape.nbytes // min(ranks, heads)
+    window = BlockShape(1, 1, 8, BLOCK, "float32")
+    point = PointShape(
+        (StateGroup(1, ("a", "b"), 2400),), row, 2, (WindowGroup(2, ("w",), window, before=20),)
+    )
+    return ModelDescription(shape, GROUPS, b"fingerprint-0001", ranks, point=point)
+
+
+def keys(blocks: int, seed: int = 0) -> list[bytes]:
+    """Prompts of other seeds have the first two blocks in common."""
+    tokens = [t if t < 2 * BLOCK else t + seed for t in range(blocks * BLOCK)]
+    return KeyChain(Namespace(bytes(16)), BLOCK).extend(tokens)
+
+
+class Rank:
+    """The pages of one rank, all with numbers of their own."""
+
+    def __init__(self, config: Config, described: ModelDescription, number: int) -> None:
+        shape = described.rank_shape(number)
+        self.kv = [torch.rand(PAGES, shape.kv_heads, BLOCK, 16) for _ in range(2)]
+        self.states = [torch.rand(PAGES, 3, 200), torch.rand(PAGES, 600)]
+        self.window = [torch.rand(PAGES, 1, BLOCK, 16)]
+        assert described.point is not None
+        [window] = described.point.windows
+        views = [KVView(from_strides(self.kv, shape), self.kv)]
+        tail = KVView(from_strides(self.window, window.shape), self.window)
+        self.parts = build_worker(config, described, number, views, {1: self.states}, {2: tail})
+
+    def content(self, table: list[int], page: int) -> list[torch.Tensor]:
+        """Everything that a hit of these pages has: the window is the last two blocks."""
+        found = [tensor[table] for tensor in self.kv] + [tensor[page] for tensor in self.states]
+        return [*found, self.window[0][table[-2:]]]
+
+
+class Engine:
+    """A client of a server with its ranks, which exchange messages without delay."""
+
+    def __init__(self, config: Config, ranks: int = 1) -> None:
+        self.model = model(ranks)
+        self.paging = Paging(GROUPS, BLOCK, no_page=-1, point=self.model.point)
+        self.outbox = Outbox(pump=self._pump)
+        self.leader = build_leader(config, self.model, self.outbox)
+        self.ranks = [Rank(config, self.model, number) for number in range(ranks)]
+        for rank in self.ranks:
+            open_tiers(rank.parts.worker, rank.parts.open_tier, self.leader.open_tiers)
+        self._said: dict[tuple[int, int], list[Any]] = {}
+
+    @cached_property
+    def manager(self) -> RemoteManager:
+        assert isinstance(self.leader.manager, RemoteManager)
+        return self.leader.manager
+
+    def _pump(self, timeout: float) -> None:
+        """Carry graphs to all ranks, and an op's report to the leader when all have told."""
+        graphs, self.outbox.graphs = self.outbox.graphs, []
+        for rank in self.ranks:
+            worker = rank.parts.worker
+            told = [report for graph in graphs for report in worker.submit(graph)]
+            worker.wait_report(timeout / len(self.ranks))
+            for report in [*told, *worker.poll()]:
+                said = self._said.setdefault((report.graph_id, report.op_id), [])
+                said.append(report)
+                if len(said) == len(self.ranks):
+                    worst = max(said, key=lambda one: len(one.failed))
+                    self.outbox.deliver(worst)
+
+    def save(self, chain: list[bytes], table: list[int], page: int) -> int:
+        """Return the number of rows that were saved."""
+        manager, blocks = self.manager, len(chain)
+        planned = manager.plan_save(chain, DIGEST, blocks, point=True)
+        if planned is None:
+            return 0
+        point = planned.graph.point
+        assert point is not None
+        start, stop = planned.blocks.start, planned.blocks.start + max(point, 0)
+        pages = PointPages(planned.blocks.stop - stop, blocks, {1: page})
+        tables = self.paging.whole_units([table, [], table], start, stop, pages)
+        assert tables is not None
+        assert manager.wait(manager.launch(planned, tables).graph_id, 60)
+        return planned.blocks.size
+
+    def load(self, hit: Hit, table: list[int], page: int) -> None:
+        point = PointPages(hit.point, hit.blocks, {1: page})
+        tables = self.paging.units([table, [], table], 0, hit.blocks, point=point)
+        graph = load_blocks(self.manager, hit, 0, hit.depth, tables)
+        assert self.manager.wait(graph.graph_id, 60)
+
+    def content(self, table: list[int], page: int) -> list[torch.Tensor]:
+        return [part.clone() for rank in self.ranks for part in rank.content(table, page)]
+
+    def compute(self, chain: list[bytes], table: list[int], page: int) -> None:
+        """Fill pages with what a prompt has: of each block, and of its end, always the same."""
+        for rank in self.ranks:
+            for key, place in zip(chain, table, strict=True):
+                numbers = torch.Generator().manual_seed(int.from_bytes(key[:6], "big"))
+                for tensor in (*rank.kv, *rank.window):
+                    tensor[place] = torch.rand(tensor[place].shape, generator=numbers)
+            for tensor in rank.states:
+                tensor[page] = torch.rand(tensor[page].shape, generator=numbers)
+
+    def forget(self) -> None:
+        """Other prompts have used all pages since."""
+        for rank in self.ranks:
+            for tensor in (*rank.kv, *rank.window, *rank.states):
+                tensor.fill_(-1.0)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            close_worker(rank.parts.worker)
+        for release in self.leader.releases:
+            release()
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def start(config: Config, ranks: int = 1) -> Engine:
+        made.append(Engine(config, ranks))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.close()
+
+
+def same(got: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(got) == len(right) and all(map(torch.equal, got, right))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_goes_on_from_points_that_another_saved(
+    folder: Path,
+    tmp_path: Path,
+    start: Callable[[Config], RunningServer],
+    begin: Callable[..., Engine],
+    ranks: int,
+) -> None:
+    """From host memory, and from disk after the server was started anew."""
+    config = settings(folder, disk={"path": str(tmp_path / "disk"), "capacity": "4MiB"})
+    server = start(config)
+    saver = begin(config, ranks)
+    short, long = saver.content([4, 1], 2), saver.content([4, 1, 0, 5], 3)
+    assert saver.save(keys(2), [4, 1], 2) == 2 + saver.model.point.rows(2)  # type: ignore[union-attr]
+    saver.save(keys(4), [4, 1, 0, 5], 3)
+    assert saver.save(keys(4), [4, 1, 0, 5], 3) == 0, "it is held already"
+
+    for found_in in ("host", "disk"):
+        reader = begin(config, ranks)
+        hit = reader.manager.get_match(keys(4), DIGEST)
+        assert (hit.blocks, hit.reached, {*hit.blocks_by_tier()}) == (4, 4, {found_in})
+        before = reader.content([9, 8, 7, 6], 10)
+        reader.load(hit, [3, 2, 1, 0], 5)
+        assert same(reader.content([3, 2, 1, 0], 5), long)
+        assert same(reader.content([9, 8, 7, 6], 10), before), "pages of others are as they were"
+
+        hit = reader.manager.get_match(keys(4), DIGEST, limit=3)
+        assert (hit.blocks, hit.reached) == (2, 3)
+        reader.load(hit, [11, 10], 8)
+        assert same(reader.content([11, 10], 8), short)
+
+        parted = reader.manager.get_match([*keys(2), *keys(4, seed=1)[2:]], DIGEST)
+        assert (parted.blocks, parted.reached) == (2, 2)
+        assert reader.manager.get_match(keys(1), DIGEST).blocks == 0, "no point is there"
+        assert reader.manager.get_match(keys(1), DIGEST).reached == 1
+        if found_in == "host":
+            reader.close()
+            saver.close()
+            server.close()
+            server = start(config)
+
+
+def test_many_saves_in_little_memory_give_back_what_was_saved(
+    folder: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine]
+) -> None:
+    """Points lose rows to others. What is found has the bytes of its own prompt."""
+    config = settings(folder, host={"capacity": "192KiB"})
+    server, engine = start(config), begin(config)
+    picks, found, saved = random.Random(0), 0, 0
+    for _ in range(120):
+        chain = keys(2 * picks.randrange(1, 4), picks.randrange(6))
+        page, *table = picks.sample(range(PAGES), len(chain) + 1)
+        hit = engine.manager.get_match(chain, DIGEST)
+        table = table[: hit.blocks or len(chain)]
+        engine.compute(chain[: len(table)], table, page)
+        right = engine.content(table, page)
+        if hit.blocks:
+            found += 1
+            engine.forget()
+            engine.load(hit, table, page)
+            assert same(engine.content(table, page), right)
+        if hit.blocks < len(chain):
+            table = picks.sample(range(PAGES), len(chain))
+            engine.compute(chain, table, page)
+            saved += bool(engine.save(chain, table, page))
+        server.server.check_integrity()
+    assert found > 10
+    assert saved > 30
+
+
+# -- what is no request --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def space(folder: Path) -> Iterator[ModelCache]:
+    described, held = model(), RuntimeDir(folder)
+    told = m.Model.of(described.shape, described.fingerprint, described.point)
+    made = ModelCache(settings(folder, host={"arrangement": "layerwise"}), told, held, "arena-1")
+    yield made
+    made.check_integrity()
+    made.close()
+    held.close()
+
+
+def test_rows_lie_in_runs_of_bytes_whatever_the_arrangement(space: ModelCache) -> None:
+    assert space.metadata["arrangement"] == Arrangement.BLOCKWISE.value
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_point_where_the_model_has_none_is_not_saved(space: ModelCache, blocks: int) -> None:
+    with pytest.raises(FormatError, match=f"no resume points behind {blocks} blocks"):
+        space.save(m.SaveRequest(1, 1, m.join(keys(blocks)), DIGEST, point=True), 1)
+
+
+def loads(space: ModelCache, **changes: Any) -> m.LoadRequest:
+    """A good load of the point behind two blocks, with changes."""
+    graph = space.save(m.SaveRequest(1, 1, m.join(keys(2)), DIGEST, point=True), 1).graph
+    assert graph is not None
+    ended = [m.OpReport(graph.graph_id, op.op_id) for op in graph.ops]
+    space.ops_ended(1, ended)
+    found = space.match(m.MatchRequest(1, 1, m.join(keys(2)), DIGEST))
+    assert found.blocks == 2
+    point = space.model.point_rows
+    assert point is not None
+    chain = point.chain(keys(2), 2)
+    good = {
+        "keys": m.join(chain), "sources": found.sources, "stop": len(chain), "point": point.rows(2)
+    }  # fmt: skip
+    return m.LoadRequest(
+        **{"ref": 1, "session": 1, "namespace": DIGEST, "start": 0, **good, **changes}
+    )
+
+
+def test_a_load_takes_a_whole_point(space: ModelCache) -> None:
+    asked = loads(space)
+    graph = space.load(asked, 1).graph
+    assert graph is not None
+    assert graph.point == 2
+    space.end(1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"point": 0}, {"point": 1}, {"point": 40}, {"keys": m.join(keys(9)), "stop": 6}],
+    ids=str,
+)
+def test_a_load_of_a_part_of_a_point_is_refused(space: ModelCache, changes: dict[str, Any]) -> None:
+    asked = loads(space, **changes)
+    with pytest.raises(FormatError, match="do not end in a resume point"):
+        space.load(asked, 1)
+
+
+def test_a_model_without_points_gives_none(folder: Path) -> None:
+    held = RuntimeDir(folder)
+    space = ModelCache(settings(folder), m.Model.of(SHAPE, b"f" * 16), held, "arena-1")
+    with pytest.raises(FormatError, match="no resume points"):
+        space.save(m.SaveRequest(1, 1, m.join(keys(2)), DIGEST, point=True), 1)
+    space.close()
+    held.close()
+
+
+@pytest.mark.parametrize(
+    "points",
+    [m.Points(1, 0, ()), m.Points(1, 1, ((0, 3),)), m.Points(1, 1, ((1 << 16, 1 << 16),))],
+    ids=str,
+)
+def test_points_that_cannot_be_are_refused(points: m.Points) -> None:
+    told = m.Model.of(SHAPE, b"f" * 16, PointCounts(1, 1))
+    wrong = m.msgspec.structs.replace(told, points=points)
+    with pytest.raises(LayoutError, match="resume point"):
+        _ = wrong.point_rows
+
+
+def test_ranks_that_keep_the_same_heads_have_no_room_for_their_rows(folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"server\.address.*same heads"):
+        build_leader(settings(folder), model(ranks=2, heads=1), Outbox())
+
+
+def test_a_chain_that_ends_before_its_point_is_not_loaded(
+    folder: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine]
+) -> None:
+    config = settings(folder)
+    start(config)
+    engine = begin(config)
+    engine.save(keys(4), [0, 1, 2, 3], 4)
+    hit = engine.manager.get_match(keys(4), DIGEST)
+    with pytest.raises(Exception, match="resume point"):
+        engine.manager.plan_load(hit, Span(0, hit.blocks))
