@@ -35,6 +35,13 @@ def tier_name(value: str) -> str:
     return value
 
 
+POLICY = (
+    'Eviction policy: "lfu" (least often used lately), "lru", "arc", "s3fifo", "priority", or the '
+    "name of a plugin's (see `kvcore plugins`)."
+)
+POLICY_OPTIONS = 'Arguments of the policy. That of "lfu": `max_uses` (4: more uses count no more).'
+
+
 class HostConfig(SchemaModel):
     """The host-memory tier."""
 
@@ -48,10 +55,8 @@ class HostConfig(SchemaModel):
         description="Order of bytes in the arena: all layers of a block together (fewest and "
         "largest disk requests), or all blocks of a layer together.",
     )
-    policy: Name = Field(
-        default="lru", description="Eviction policy: any registered one (see `kvcore plugins`)."
-    )
-    policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
+    policy: Name = Field(default="lfu", description=POLICY)
+    policy_options: Options = Field(default_factory=dict, description=POLICY_OPTIONS)
     huge_pages: bool = Field(
         default=True, description="Request 2 MiB pages where the system allows them."
     )
@@ -79,8 +84,8 @@ class BackingConfig(SchemaModel):
         "over all models in it. A remote store has a limit of its own: there, this limits how "
         "many of its blocks the engine keeps track of.",
     )
-    policy: Name = Field(default="lru", description="Eviction policy: any registered one.")
-    policy_options: Options = Field(default_factory=dict, description="Arguments of the policy.")
+    policy: Name = Field(default="lfu", description=POLICY)
+    policy_options: Options = Field(default_factory=dict, description=POLICY_OPTIONS)
     write: Literal["write_through", "write_back", "selective"] = Field(
         default="write_through",
         description="When a block is written to the tier: when it is saved, when host memory "

@@ -100,7 +100,8 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
             f"host.capacity of {config.host.capacity} bytes does not hold one block of {per_slot}"
             f"{forgotten_unit(config.host.capacity)}"
         )
-    staging = min(2 * config.transfer.batch_blocks, total // 4)
+    below = config.disk.path is not None or config.tiers  # staging holds what comes from there
+    staging = min(2 * config.transfer.batch_blocks, total // 4) if below else 0
     return HostSlots(total - staging, staging)
 
 

@@ -59,7 +59,9 @@ def ask(process: EngineProcess, prompts: Sequence[list[int]]) -> tuple[list[Gene
     return got, counted(process, ACCEPTED) - before
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("draft_model", marks=pytest.mark.exhaustive), "eagle"]
+)
 def test_the_kv_of_a_draft_comes_back(kind: str, tmp_path: Path) -> None:
     """An EAGLE head's KV of a token depends on the next one: where prompts part it is computed."""
     model, draft = speculation(kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,14 @@ def config() -> Any:
 def having(change: Callable[[Any], None]) -> Any:
     made = config()
     change(made)
+    return made
+
+
+def changed(config: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy with other settings. In a name, ``__`` stands between a part and its own."""
+    made = copy.deepcopy(config)
+    for path, value in changes.items():
+        set_to(path.replace("__", "."), value)(made)
     return made
 
 

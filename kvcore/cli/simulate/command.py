@@ -122,7 +122,7 @@ def simulate_trace(
     sweep = Sweep(
         host or ["64GiB"],
         disk or ["0B"],
-        policies or ["lru"],
+        policies or ["lfu"],
         ways or ["planner"],
         write,
         points or ["ends,junctions"],

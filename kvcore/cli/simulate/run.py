@@ -92,7 +92,7 @@ class Scenario:
     host: TierRates = _HOST
     disk: TierRates = _DISK
     way: Way = Way.PLANNER
-    policy: str = "lru"
+    policy: str = "lfu"
     write: WritePolicy = WritePolicy.WRITE_THROUGH
     admit_after: int = 2
     batch_blocks: int = 16

@@ -5,24 +5,38 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from kvcore.errors import ConfigError
 from kvcore.index.policy.base import EvictionPolicy, LeafHeap, Recency, fit
 
 __all__ = ["LFU"]
 
 _STAMP_BITS = 48
+_STAMPS = (1 << _STAMP_BITS) - 1
+_SCATTER = 0x9E3779B97F4B
+"""The golden ratio's share of 2**48, odd: stamps that follow each other come to lie far apart."""
 
 
 class LFU(EvictionPolicy):
-    """Evicts the leaf of least ``uses + age``, and among equals the least recently used.
+    """Evicts the leaf of least ``uses + age``, and among equals any.
 
     ``age`` is the score of the last victim (LFU with dynamic ageing: Arlitt et al., 2000).
     Newcomers start at age + 1, so a block that was popular last week does not stay for ever.
+
+    Of the uses of a block at most ``max_uses`` count. A conversation of many turns would otherwise
+    outlive its end by as many victims of each score.
+
+    Equals are in an order that has nothing to do with their age. If users take turns, and their
+    contexts are a little more than the tier, the least recently used context is the one that is
+    asked for next: LRU then finds nothing, and this policy most.
     """
 
     name = "lfu"
 
-    def __init__(self, capacity: int, recency: Recency) -> None:
+    def __init__(self, capacity: int, recency: Recency, *, max_uses: int = 4) -> None:
         super().__init__(capacity, recency)
+        if max_uses < 1:
+            raise ConfigError(f"max_uses must be at least 1, got {max_uses}")
+        self._max_uses = max_uses
         self._age = 0
         self._uses = array("q")
         self._score = array("q")
@@ -33,7 +47,7 @@ class LFU(EvictionPolicy):
 
     def touch(self, node: int) -> None:
         fit(node, self._uses, self._score)
-        self._uses[node] += 1
+        self._uses[node] = min(self._uses[node] + 1, self._max_uses)
         self._score[node] = self._age + self._uses[node]
 
     def add(self, node: int) -> None:
@@ -61,4 +75,5 @@ class LFU(EvictionPolicy):
         return self._leaves.nodes()
 
     def order(self, node: int) -> int:
-        return self._score[node] << _STAMP_BITS | self.recency.stamps[node]
+        scattered = self.recency.stamps[node] * _SCATTER & _STAMPS
+        return self._score[node] << _STAMP_BITS | scattered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,7 @@ from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.describe import dense_windows, describe
 from kvcore_vllm.leader import Leader
 from kvcore_vllm.points import NULL_PAGE
+from support.vllm_configs import changed
 from support.vllm_leader import PROMPT, request
 
 FULL = ["model.layers.1.self_attn.attn", "model.layers.3.self_attn.attn"]
@@ -48,14 +48,7 @@ def _vllm_config() -> Any:
 
 
 def vllm_config(**changes: Any) -> Any:
-    made = copy.deepcopy(_vllm_config())
-    for path, value in changes.items():
-        *way, last = path.split("__")
-        at = made
-        for name in way:
-            at = getattr(at, name)
-        object.__setattr__(at, last, value)
-    return made
+    return changed(_vllm_config(), changes)
 
 
 def full(**fields: Any) -> Any:

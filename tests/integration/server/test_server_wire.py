@@ -219,7 +219,7 @@ def test_a_client_of_another_protocol_is_refused_by_name(raw: Raw) -> None:
     reply = m.decode_reply(raw.socket.recv_multipart())
     assert isinstance(reply, m.Refused)
     assert reply.kind == "misfit"
-    assert "protocol 9; this side speaks protocol 3" in reply.message
+    assert "protocol 9; this side speaks protocol 4" in reply.message
 
 
 def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
@@ -257,9 +257,9 @@ def test_what_a_server_says_badly_is_no_answer(folder: Path) -> None:
     try:
         with pytest.raises(UnsupportedError, match="1 frames"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="not a message of protocol 3"):
+        with pytest.raises(UnsupportedError, match="not a message of protocol 4"):
             join(patient)
-        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 3"):
+        with pytest.raises(UnsupportedError, match="protocol 7; this side speaks protocol 4"):
             join(patient)
         # It does not answer: the engine goes on without.
         manager, _ = join(settings(folder, server={"deadline_s": 0.5}))

@@ -46,7 +46,7 @@ def test_hits_are_those_of_a_real_engine(tmp_path: Path, write_policy: str) -> N
     config = load_config(
         None,
         {
-            "host": {"capacity": "560KiB", "huge_pages": False},
+            "host": {"capacity": "420KiB", "huge_pages": False},
             "disk": {"path": str(tmp_path / "kv"), "capacity": "2MiB", "write": write_policy},
         },
     )
