@@ -25,11 +25,12 @@ from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.harness.models import tiny_model
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.index.policy import PointPolicy, SpacedPoints
+from kvcore.index.policy import EveryPoint, PointPolicy, SpacedPoints
 from kvcore.manager import KVManager
 from kvcore.model.points import last_point_key, point_keys
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore_vllm.build import build_scheduler_side
 from kvcore_vllm.describe import describe
 from kvcore_vllm.leader import Leader
 from kvcore_vllm.points import NULL_PAGE
@@ -403,3 +404,25 @@ def test_nothing_is_saved_at_the_end_of_a_request() -> None:
     rig.request.get_finished_reason = lambda: None
     rig.leader.request_finished(rig.request, rig.pages(([7, 7], [9, 9])))
     assert not rig.leader._plan.early_saves
+
+
+# -- the policy of the settings ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"), [({"policy": "all"}, None), ({"policy_options": {"share": 3}}, 3)]
+)
+def test_the_leader_has_the_policy_of_the_settings(
+    settings: dict[str, Any], share: float | None
+) -> None:
+    host = {"capacity": "8MiB", "huge_pages": False}
+    config = load_config(None, {"points": settings, "host": host}, env={})
+    both = SimpleNamespace(kv_role="kv_both", kv_connector="KVCoreConnector")
+    side = build_scheduler_side(config, vllm_config(kv_transfer_config=both), described())
+    policy = side._points
+    if share is None:
+        assert isinstance(policy, EveryPoint)
+    else:
+        assert isinstance(policy, SpacedPoints)
+        assert policy._share == share
+    side.close()
