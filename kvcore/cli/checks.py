@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import tempfile
 import time
@@ -56,11 +55,9 @@ def examine(
     if (missing := _temporary_folder()) is not None:
         yield missing
         return
-    gpu = _DRIVER.exists()
     yield from _engines(config, plugins)
     yield from _plugins(config, plugins)
-    yield _gpu(gpu)
-    yield _locked(config, gpu)
+    yield _gpu(_DRIVER.exists())
     yield _memory(config)
     yield _huge_pages(config)
     yield _copies(plugins)
@@ -130,16 +127,6 @@ def _gpu(there: bool) -> Finding:
     if there:
         return Finding("GPU", Level.GOOD, _DRIVER.read_text().splitlines()[0])
     return Finding("GPU", Level.WARNING, "no NVIDIA driver", "nothing, if the engine's is for CPUs")
-
-
-def _locked(config: Config, gpu: bool) -> Finding:
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = limit == resource.RLIM_INFINITY
-    found = "no limit" if unlimited else format_size(limit, exact=False)
-    if unlimited or limit >= config.host.capacity or not (gpu and config.host.pin):
-        return Finding("locked memory", Level.GOOD, found)
-    change = "raise it (ulimit -l unlimited) or lower host.capacity: copies to the GPU are slower"
-    return Finding("locked memory", Level.WARNING, found, change)
 
 
 def _memory(config: Config) -> Finding:

@@ -62,8 +62,8 @@ class HostConfig(SchemaModel):
     )
     pin: bool = Field(
         default=True,
-        description="Lock the arena in memory for DMA by the GPU, if there is one. If the limit "
-        "on locked memory forbids it, kvcore logs a warning and continues.",
+        description="Lock the arena in memory for DMA by the GPU, if there is one. If its "
+        "driver refuses, kvcore logs a warning and continues.",
     )
     prefault: Size = Field(
         default=parse_size("512MiB"),

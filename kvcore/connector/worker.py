@@ -177,6 +177,13 @@ class StepWorker(Generic[_R]):
                     load.cancelled = True
             self._worker.cancel(graph_id)
 
+    def enter_device(self) -> None:
+        """Make the rank's device the current one of the calling thread, one of kvcore's own.
+
+        Without it, a thread that asks an event would end a capture in a thread of the engine.
+        """
+        self._worker.device.enter()
+
     def _mark(self) -> Event | None:
         """Return an event after the engine's work so far; None if there is no device."""
         return self._worker.mark()

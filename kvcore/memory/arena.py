@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -234,11 +233,9 @@ class HostArena:
         return self.slot_nbytes if blockwise else self.shape.layer_nbytes
 
     def _warn_unpinned(self, error: UnsupportedError) -> None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         _log.warning(
-            "host memory of %d bytes is not pinned (%s; locked-memory limit %s bytes): copies to "
-            "the GPU are slower; raise the limit (ulimit -l) or lower host.capacity",
+            "host memory of %d bytes is not pinned (%s): copies to the GPU are slower; raise the "
+            "memory limit of the container or lower host.capacity",
             self.nbytes,
             error,
-            "unlimited" if soft == resource.RLIM_INFINITY else soft,
         )

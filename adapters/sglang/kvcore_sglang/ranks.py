@@ -90,14 +90,18 @@ class _Link:
     """A connection to another rank, and the threads that use it.
 
     One thread at a time may send. When a thread fails it calls ``broken`` once, with the reason why
-    nothing can be sent or received any more.
+    nothing can be sent or received any more. Each thread calls ``begin`` first.
     """
 
     def __init__(
-        self, connection: Connection[bytes, bytes], broken: Callable[[TransferError], None]
+        self,
+        connection: Connection[bytes, bytes],
+        broken: Callable[[TransferError], None],
+        begin: Callable[[], object] = lambda: None,
     ) -> None:
         self._connection = connection
         self._broken = broken
+        self._begin = begin
         self._threads: list[GuardedThread] = []
         self.closed = threading.Event()
 
@@ -115,6 +119,7 @@ class _Link:
 
         def guarded() -> None:
             try:
+                self._begin()
                 work()
             except (EOFError, ConnectionError):
                 self._broken(_Gone("the other rank has closed its link: look at its log"))
@@ -214,7 +219,7 @@ class Follower:
         self._worker = worker
         self._metrics = metrics
         self._orders: queue.SimpleQueue[Order | TransferError] = queue.SimpleQueue()
-        self._link = _Link(connection, self._orders.put)
+        self._link = _Link(connection, self._orders.put, worker.enter_device)
         self._link.listen(self._take, "kvcore-orders")
         self._link.run(self._report, "kvcore-reports")
 

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from kvcore.errors import TransferError  # noqa: E402
 from kvcore.index.slots import SlotRun  # noqa: E402
 from kvcore.telemetry.metrics import Metrics, MissReason  # noqa: E402
+from kvcore.testing.waiting import until  # noqa: E402
 from kvcore.transfer.graph import OpReport, RowError  # noqa: E402
 from kvcore_sglang import ranks  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.messages import Order  # noqa: E402
@@ -33,6 +34,10 @@ class Worker:
         self.carried = threading.Event()
         self.held: threading.Event | None = None
         self.guard = SimpleNamespace(stopped="")
+        self.entered: set[str] = set()
+
+    def enter_device(self) -> None:
+        self.entered.add(threading.current_thread().name)
 
     def carry_out(self, order: Order) -> None:
         self.orders.append(order)
@@ -211,6 +216,13 @@ def test_a_rank_that_has_closed_is_no_error_of_the_leader(line: Line) -> None:
     listener.join(WAIT_S)
     assert not listener.is_alive()
     assert line.leader.take_reports() == []
+
+
+def test_threads_that_may_use_the_device_enter_it_first(line: Line) -> None:
+    """Else one that asks an event would end a capture in SGLang's thread."""
+    for thread in line.follower._link._threads:
+        until(lambda thread=thread: thread.name in line.worker.entered)
+    assert line.worker.entered == {"kvcore-orders", "kvcore-reports"}
 
 
 def test_a_rank_that_died_is_told_of_once_and_the_others_are_told_their_orders() -> None:

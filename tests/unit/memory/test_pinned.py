@@ -110,7 +110,7 @@ def test_an_arena_works_pinned_or_not(
         [line] = said
         assert f"host memory of {arena.nbytes} bytes is not pinned" in line
         assert f"{fails * CHUNK} after {fails * CHUNK} bytes" in line or arrangement == "layerwise"
-        assert "locked-memory limit" in line
+        assert "memory limit of the container" in line
         assert "lower host.capacity" in line
 
 
