@@ -28,6 +28,7 @@ from kvcore.server import messages as m
 from kvcore.server.client import RemoteManager
 from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir
+from kvcore.testing.waiting import until
 from kvcore.transfer.graph import Span
 from kvcore.worker.lifecycle import close_worker, open_tiers
 from kvcore_devtools.server_fixture import RunningServer, settings
@@ -216,6 +217,35 @@ def test_an_engine_goes_on_from_points_that_another_saved(
             saver.close()
             server.close()
             server = start(config)
+
+
+def test_a_store_gives_a_server_what_another_one_wrote(
+    tmp_path: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine]
+) -> None:
+    """The store is asked for blocks, then for the longest point within those that it holds."""
+    options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
+    far = {"far": {"plugin": "files", "capacity": "64MiB", "options": options}}
+    config = settings(tmp_path / "one", tiers=far)
+    server = start(config)
+    saver = begin(config)
+    right = saver.content([4, 1], 2)
+    saver.save(keys(2), [4, 1], 2)
+    saver.close()
+    server.close()  # when its writes have ended
+
+    config = settings(tmp_path / "two", tiers=far)
+    start(config)
+    reader = begin(config)
+
+    def found() -> Hit | None:
+        hit = reader.manager.get_match(keys(4), DIGEST)
+        return None if reader.manager.ask_stores(hit) else hit
+
+    assert reader.manager.get_match(keys(4), DIGEST).blocks == 0
+    hit = until(found)
+    assert (hit.blocks, {*hit.blocks_by_tier()}) == (2, {"far"})
+    reader.load(hit, [9, 3], 7)
+    assert same(reader.content([9, 3], 7), right)
 
 
 def test_many_saves_in_little_memory_give_back_what_was_saved(
