@@ -86,10 +86,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     write_rules(rules)
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     kvcore = {
-        "host": {"capacity": HOST_BLOCKS * BLOCK_NBYTES},
+        "host": {"capacity": HOST_BLOCKS * BLOCK_NBYTES, "policy": "lru"},  # what goes is known
         "tiers": {
             "shelf": {
                 "plugin": FAULTY_DISK,
+                "policy": "lru",
                 "capacity": SHELF_BLOCKS * BLOCK_NBYTES,
                 "options": {"rules": str(rules), "path": str(folder / "kv")},
             }
