@@ -324,7 +324,8 @@ def _far_tier(folder: Path) -> tuple[dict[str, Any], dict[str, str], Path]:
     far = {"plugin": FAULTY_MEMORY, "capacity": "256MiB", "options": {"rules": str(rules)}}
     tiers = sglang_tiers(folder)
     del tiers["disk"]
-    kvcore = {**tiers, "host": {"capacity": "6MiB"}, "tiers": {"far": far}}
+    host = {"capacity": "6MiB", "policy": "lru"}  # the first documents go
+    kvcore = {**tiers, "host": host, "tiers": {"far": far}}
     path = os.pathsep.join([str(write_plugin(folder / "plugin")), os.environ.get("PYTHONPATH", "")])
     return kvcore, {"PYTHONPATH": path}, rules
 

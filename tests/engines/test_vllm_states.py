@@ -308,6 +308,7 @@ def test_a_store_gives_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> 
         assert [answer.tiers for answer in warm] == [{"far": reader.resumed(first)}, {}]
 
 
+@pytest.mark.exhaustive  # integration/server/test_server_points.py has it without an engine
 def test_engines_of_a_server_go_on_from_what_one_of_them_saved(kind: Kind, tmp_path: Path) -> None:
     """It starts two engines. All is found in the server's memory, and on its disk by the next."""
     if kind.python or kind.env:
