@@ -15,9 +15,9 @@ RELEASE := .venvs/release/bin
 SGLANG_TESTS := tests/engines/test_sglang*.py
 # Files of tests/unit and tests/adapters with an engine, or with seconds of a core and time limits.
 SLOW = $(sort $(shell grep -lrE --include='test_*.py' 'mark\.(engine|slow)' tests/adapters tests/unit))
-# With what is in neither: tests/kernels, tests/integration, SGLang's tests, and the other files of
-# those two folders.
-VLLM_TESTS = tests/engines tests/adversary tests/gpu --ignore-glob='tests/engines/test_sglang*'
+SERVER_TESTS := tests/integration/server
+# With what is in neither: tests/kernels, SGLang's tests, and the other files of those two folders.
+VLLM_TESTS = tests/engines tests/adversary tests/integration tests/gpu --ignore-glob='tests/engines/test_sglang*' --ignore-glob='$(SERVER_TESTS)/*'
 FAST_TESTS = tests/adapters tests/unit $(SLOW:%=--ignore=%)
 # The files of tests that need every core. Collecting all the others too takes 16 s.
 ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
@@ -126,7 +126,7 @@ test-beside:
 	@code=0; \
 	run() { said=$$("$$@" 2>&1) || code=1; printf '+ %s\n%s\n' "$$*" "$$said"; }; \
 	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
-	run $(RUN) -m pytest tests/integration $(SLOW) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS); \
+	run $(RUN) -m pytest $(SERVER_TESTS) $(SLOW) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS); \
 	run nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS); \
 	run nice -n 10 $(RUN) -m pytest $(FAST_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
 	exit $$code

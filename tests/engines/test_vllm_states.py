@@ -315,7 +315,7 @@ def test_engines_of_a_server_go_on_from_what_one_of_them_saved(kind: Kind, tmp_p
         pytest.skip("the adapter's calls are those of the other kinds")
     disk = {"path": str(tmp_path / "disk"), "capacity": "256MiB"}
     config = server_settings(tmp_path / "kv", disk=disk, host={"capacity": "64MiB"})
-    address = {"server": config.server.model_dump(include={"address", "folder"}, mode="json")}
+    address = {"server": config.server.model_dump(mode="json")}
     asked = [prompt(90), prompt(91, 500)]
     for found_in in ("host", "disk"):
         with closing(RunningServer(config)), started(kind, tmp_path, address) as process:
