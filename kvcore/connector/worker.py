@@ -182,7 +182,7 @@ class StepWorker(Generic[_R]):
 
         Without it, a thread that asks an event would end a capture in a thread of the engine.
         """
-        self._worker.device.enter()
+        self._worker.enter_device()
 
     def _mark(self) -> Event | None:
         """Return an event after the engine's work so far; None if there is no device."""

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvcore import log
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.config import Config, load_config
+from kvcore.config.fields import DEFAULT
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.memory.buffers import Buffers
@@ -374,6 +375,7 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
             f"given {', '.join(named) or 'no backing tier'}; supported is exactly one: set "
             "disk.path, or one [tiers.NAME]"
         )
+    config = _oldest_first(config)
     plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
     plugins.check(config)
     prepared = prepare_backings(config, geometry, plugins, share)
@@ -391,6 +393,24 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
         raise
     _log.info("pages found=%d dropped=%d", index.num_used(found.spec.name), len(lost))
     return PageStore(index, tier, identity, found.prepared.release, found.prepared.finder)
+
+
+def _oldest_first(config: Config) -> Config:
+    """Return the settings with LRU as the policy of tiers for which none was chosen.
+
+    Nothing is known of how pages hang together but that those of a prompt come one after another.
+    The default takes any of equals, and would leave holes in every prompt.
+    """
+    lru, changed = {"policy": "lru"}, dict[str, Any]()
+    if config.source("disk.policy") is DEFAULT:
+        changed["disk"] = config.disk.model_copy(update=lru)
+    changed["tiers"] = {
+        name: tier.model_copy(update=lru)
+        if config.source(("tiers", name, "policy")) is DEFAULT
+        else tier
+        for name, tier in config.tiers.items()
+    }
+    return config.model_copy(update=changed)
 
 
 def page_settings(given: Mapping[str, Any], given_in: str) -> Config:

@@ -45,6 +45,9 @@ class RefusingWorker:
     def stream_of(self, engine_stream: Any) -> Stream:
         return device_of(None).current_stream()
 
+    def enter_device(self) -> None:
+        pass  # it uses none
+
     def mark(self, *others: Stream) -> Event | None:
         return None
 

@@ -183,6 +183,10 @@ class KVWorker:
         """Return an engine's stream, by the engine's own object for it."""
         return self.device.stream_of(engine_stream)
 
+    def enter_device(self) -> None:
+        """Make the rank's device the current one of the calling thread, one of kvcore's own."""
+        self.device.enter()
+
     def mark(self, *others: Stream) -> Event:
         """Return an event after all that the current stream and ``others`` were given so far."""
         return self._stream.mark(*others)

@@ -44,7 +44,8 @@ def from_disk(
 
     def made(sglang: dict[str, Any], tokens: list[int]) -> SGLangRig:
         disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
-        settings = {**SETTINGS, "disk": disk, "sglang": sglang}
+        host = {**SETTINGS["host"], "policy": "lru"}  # it goes when others come
+        settings = {**SETTINGS, "host": host, "disk": disk, "sglang": sglang}
         first = SGLangRig(MHATokenToKVPool(1), 1, settings)
         first.keep(tokens)
         first.close()
