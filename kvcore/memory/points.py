@@ -114,8 +114,9 @@ class PointCopies:
 
 
 NO_POINTS = PointCopies()
+"""Of a model that keeps blocks only."""
 NO_PLACE = SlotPlace(0)
-"""A model that keeps blocks only has no copies of resume points, and no rows."""
+"""Of such a model: nothing is looked up there."""
 
 
 @dataclass(frozen=True)

@@ -207,10 +207,6 @@ class PointCounts(PointRows):
         if self.every < 1 or min(parts, default=1) < 1 or self.state_rows < 0 or not self.most_rows:
             raise LayoutError(f"not the rows of a resume point: {self}")
 
-    @classmethod
-    def of(cls, point: PointRows) -> PointCounts:
-        return cls(point.every, point.state_rows, point.window_sizes)
-
 
 @dataclass(frozen=True)
 class PointShape(PointRows):

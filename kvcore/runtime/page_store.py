@@ -25,6 +25,7 @@ from kvcore import log
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.config import Config, load_config
 from kvcore.config.fields import DEFAULT
+from kvcore.config.schema_tiers import BackingConfig
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.memory.buffers import Buffers
@@ -39,6 +40,7 @@ __all__ = ["PageCounts", "PageStore", "ignored_settings", "open_pages", "page_se
 
 _log = logging.getLogger("kvcore.pages")
 _Request = TypeVar("_Request")
+_Table = TypeVar("_Table", bound=BackingConfig)
 
 
 class PageCounts(NamedTuple):
@@ -396,21 +398,18 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
 
 
 def _oldest_first(config: Config) -> Config:
-    """Return the settings with LRU as the policy of tiers for which none was chosen.
+    """Return the settings with LRU as the policy of tiers whose policy was left at its default.
 
     Nothing is known of how pages hang together but that those of a prompt come one after another.
-    The default takes any of equals, and would leave holes in every prompt.
+    The default policy takes any of equals, and would leave holes in every prompt.
     """
-    lru, changed = {"policy": "lru"}, dict[str, Any]()
-    if config.source("disk.policy") is DEFAULT:
-        changed["disk"] = config.disk.model_copy(update=lru)
-    changed["tiers"] = {
-        name: tier.model_copy(update=lru)
-        if config.source(("tiers", name, "policy")) is DEFAULT
-        else tier
-        for name, tier in config.tiers.items()
-    }
-    return config.model_copy(update=changed)
+
+    def chosen(table: _Table, *path: str) -> _Table:
+        given = config.source((*path, "policy")) is not DEFAULT or table.policy_options
+        return table if given else table.model_copy(update={"policy": "lru"})
+
+    tiers = {name: chosen(table, "tiers", name) for name, table in config.tiers.items()}
+    return config.model_copy(update={"disk": chosen(config.disk, "disk"), "tiers": tiers})
 
 
 def page_settings(given: Mapping[str, Any], given_in: str) -> Config:

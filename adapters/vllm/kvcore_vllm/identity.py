@@ -244,9 +244,12 @@ def _windows(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> object | No
 def _points(
     vllm_config: VllmConfig, states: Sequence[Any], windows: Sequence[Any]
 ) -> object | None:
-    """Return what resume points hold on one rank; None if the model keeps blocks only."""
-    if not windows:
-        return _states(states)
+    """Return what resume points hold on one rank, and the number of ranks, whose parts differ.
+
+    None if the model keeps blocks only.
+    """
+    if not states and not windows:
+        return None
     found = [
         [spec.sliding_window, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)]
         for spec in windows

@@ -17,7 +17,7 @@ _SCATTER = 0x9E3779B97F4B
 
 
 class LFU(EvictionPolicy):
-    """Evicts the leaf of least ``uses + age``, and among equals any.
+    """Evicts the leaf of least ``uses + age``, and among equals any one.
 
     ``age`` is the score of the last victim (LFU with dynamic ageing: Arlitt et al., 2000).
     Newcomers start at age + 1, so a block that was popular last week does not stay for ever.
@@ -27,7 +27,7 @@ class LFU(EvictionPolicy):
 
     Equals are in an order that has nothing to do with their age. If users take turns, and their
     contexts are a little more than the tier, the least recently used context is the one that is
-    asked for next: LRU then finds nothing, and this policy most.
+    asked for next. LRU then finds nothing, and this policy a large part.
     """
 
     name = "lfu"
@@ -75,5 +75,6 @@ class LFU(EvictionPolicy):
         return self._leaves.nodes()
 
     def order(self, node: int) -> int:
+        # A use may lower a block among its equals. The heap then keeps its old place among them.
         scattered = self.recency.stamps[node] * _SCATTER & _STAMPS
         return self._score[node] << _STAMP_BITS | scattered

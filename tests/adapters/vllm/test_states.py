@@ -154,6 +154,14 @@ def test_other_states_are_another_namespace(other: dict[str, Any]) -> None:
     assert changed.fingerprint != described().fingerprint
 
 
+def test_another_number_of_ranks_is_another_namespace() -> None:
+    """A point has a part for each rank, even where all of them keep the same states."""
+    ranks = vllm_config(parallel_config__tensor_parallel_size=2)
+    half = describe(ranks, told(attention(num_kv_heads=1), state(), state()), 16)
+    assert half.world_size == 2
+    assert half.fingerprint != described().fingerprint
+
+
 def test_another_version_of_vllm_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may arrange the numbers of a state otherwise."""
     before = described().fingerprint

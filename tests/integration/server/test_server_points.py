@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from kvcore.config import Config
 from kvcore.connector.build import build_leader, build_worker
 from kvcore.connector.page_table import Paging, PointPages
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import FormatError, LayoutError, UnsupportedError
+from kvcore.errors import FormatError, LayoutError, TierUnavailable, UnsupportedError
 from kvcore.manager import Hit
 from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.model.keys import KeyChain, Namespace
@@ -354,7 +355,7 @@ def test_a_model_without_points_gives_none(folder: Path) -> None:
 )
 def test_points_that_cannot_be_are_refused(points: m.Points) -> None:
     told = m.Model.of(SHAPE, b"f" * 16, PointCounts(1, 1))
-    wrong = m.msgspec.structs.replace(told, points=points)
+    wrong = msgspec.structs.replace(told, points=points)
     with pytest.raises(LayoutError, match="resume point"):
         _ = wrong.point_rows
 
@@ -372,5 +373,5 @@ def test_a_chain_that_ends_before_its_point_is_not_loaded(
     engine = begin(config)
     engine.save(keys(4), [0, 1, 2, 3], 4)
     hit = engine.manager.get_match(keys(4), DIGEST)
-    with pytest.raises(Exception, match="resume point"):
+    with pytest.raises(TierUnavailable, match="resume point"):
         engine.manager.plan_load(hit, Span(0, hit.blocks))

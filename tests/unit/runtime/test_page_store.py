@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -455,3 +456,30 @@ def test_one_backing_tier_is_needed(tmp_path: Path) -> None:
     for overrides in ({}, {"disk": {"path": str(tmp_path)}, "tiers": {"more": {"plugin": "disk"}}}):
         with pytest.raises(ConfigError, match="supported is exactly one"):
             open_pages(load_config(overrides=overrides, env={}), GEOMETRY, b"identity")
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "lru"),
+        ({"policy": "arc"}, "arc"),
+        ({"policy": "lfu"}, "lfu"),
+        ({"policy_options": {"max_uses": 2}}, "lfu"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["disk", "tiers"])
+def test_the_oldest_pages_go_unless_a_policy_is_chosen(
+    place: str, given: dict[str, Any], policy: str, tmp_path: Path
+) -> None:
+    """The default policy would leave holes in prompts: pages do not say how they hang together."""
+    capacity = {"capacity": "1MiB", **given}
+    disk = {"disk": {"path": str(tmp_path), **capacity}}
+    store = {"plugin": "memory-store", "options": {"name": policy}}
+    config = load_config(
+        overrides=disk if place == "disk" else {"tiers": {"far": {**store, **capacity}}}, env={}
+    )
+    pages = open_pages(config, GEOMETRY, b"identity")
+    [tier] = pages._index.tiers
+    assert pages._index.policy(tier).name == policy
+    pages.close()
