@@ -48,7 +48,7 @@ QUEUED = 16
 """Number of requests in the engine: twice as many as it runs at once."""
 EPOCH_S = 3.0
 EPOCHS_LEAST = 6
-"""Number of epochs of the shortest soak, so that it opens the engine again. They are shorter."""
+"""Least number of epochs: the shortest soak opens the engine again, on a slow machine too."""
 REOPEN = 4
 """Number of epochs after which the engine is closed and opened again."""
 WARM = 4
@@ -93,18 +93,25 @@ class Outcome:
 def soak(
     folder: Path, seconds: float, seed: int, progress: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Run for about ``seconds``. Raises AssertionError on a wrong answer or a leak."""
+    """Run for about ``seconds``, or longer until there were `EPOCHS_LEAST` epochs.
+
+    Raises AssertionError on a wrong answer or a leak.
+    """
     torch.set_num_threads(1)
     model, outcome = random_llama(), Outcome()
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
+
+    def ended() -> bool:
+        return time.monotonic() >= until and outcome.epochs >= EPOCHS_LEAST
+
+    while not ended():
         with nothing_left(), _store(folder) as faults:
             run = _Soak(model, folder, faults, random.Random(f"{seed}.{outcome.epochs}"), outcome)
             try:
                 for _ in range(REOPEN):
                     run.epoch(min(EPOCH_S, seconds / EPOCHS_LEAST))
-                    progress(f"{until - time.monotonic():.0f} s left: {run.line()}")
-                    if time.monotonic() >= until:
+                    progress(f"{max(until - time.monotonic(), 0):.0f} s left: {run.line()}")
+                    if ended():
                         break
             finally:
                 run.close()
