@@ -8,8 +8,9 @@ engine is imported.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from kvcore.engines.sources import (
@@ -142,15 +143,9 @@ class Overrides:
             if not name.startswith("_"):
                 self._compare(name, node, wanted)
 
-    def methods(self) -> dict[str, ast.FunctionDef]:
+    def methods(self) -> Mapping[str, ast.FunctionDef]:
         """Return the methods that kvcore's own package defines for ``by``."""
-        home = self.by.partition(".")[0]
-        ours = Sources(home)
-        return {
-            name: at.node
-            for name, at in ours.members(ours.find(self.by)).items()
-            if at.module.startswith(home) and isinstance(at.node, ast.FunctionDef)
-        }
+        return _own_methods(self.by)
 
     def _compare(self, name: str, node: ast.AST, wanted: dict[str, Definition]) -> None:
         there = wanted.get(name)
@@ -196,6 +191,17 @@ class Probe:
     def failure(self, sources: Sources) -> str:
         """Return what the engine lacks, or an empty string."""
         return _lacks(self.wants, sources)
+
+
+@cache
+def _own_methods(by: str) -> Mapping[str, ast.FunctionDef]:
+    home = by.partition(".")[0]
+    ours = Sources(home)
+    return {
+        name: at.node
+        for name, at in ours.members(ours.find(by)).items()
+        if at.module.startswith(home) and isinstance(at.node, ast.FunctionDef)
+    }
 
 
 def _lacks(wants: Sequence[Want], sources: Sources) -> str:

@@ -26,6 +26,7 @@ NO_HASHES = {
 """vLLM then hashes no picture: its identifier is the client's uuid, or a counter."""
 
 
+@pytest.mark.exhaustive  # test_vllm_identity.py and test_vllm_features.py have pictures too
 def test_a_picture_never_gets_the_kv_of_another_one(tmp_path: Path) -> None:
     eyes = tiny_vision_model()
     pictures = []

@@ -239,6 +239,7 @@ def _only_later_rows_differ(folder: Path, change: int) -> None:
         assert not torch.allclose(one["keys"][~before], other["keys"][~before], atol=1e-3)
 
 
+@pytest.mark.exhaustive  # tests/unit/fusion/test_reference.py has the real model
 def test_the_real_model_at_a_share() -> None:
     """SmolLM2 at the configured 15%: most next tokens are those of full prefill, and more of them
     than where nothing is recomputed."""

@@ -70,6 +70,7 @@ def asked(engine: ReferenceEngine, prompts: Sequence[Sequence[int]]) -> list[int
     return [request.reused.get("host", 0) for request in requests]
 
 
+@pytest.mark.exhaustive  # integration/server/test_server_fusion.py has it without SGLang
 @pytest.mark.whole_machine
 def test_two_ranks_load_and_blend_what_one_computed(
     tmp_path: Path, folder: Path, model: Llama, texts: Texts

@@ -4,7 +4,8 @@ Many faults strike in each run. With asynchronous scheduling on Model Runner V1,
 With synchronous scheduling, where loads are part of a step, and on Model Runner V2, whose steps are
 slow in Triton's interpreter, a covering set does: each configuration meets each kind of request and
 each family of faults once, over a disk, because an engine does not see from which tier a load
-comes. `make test-all` runs the faults one by one in each of them, over a store too.
+comes. Aborts and clears on Model Runner V2 are left out, for they take the most steps.
+`make test-all` runs the faults one by one in each configuration, over a store too.
 The matrix with every pair of fault and seam is the reference engine's
 (tests/unit/testing/test_fault_matrix.py).
 """
@@ -37,8 +38,14 @@ def seen(cell: Cell) -> bool:
     return not cell.family.startswith("spoilt")
 
 
+LEFT_OUT = {("v2", "aborting"), ("v2", "clearing")}
 CHOSEN = covering(
-    [(runs, *key) for runs in ("sync", "v2") for key, cell in CELLS.items() if seen(cell)],
+    [
+        (runs, *key)
+        for runs in ("sync", "v2")
+        for key, cell in CELLS.items()
+        if seen(cell) and (runs, cell.by) not in LEFT_OUT
+    ],
     given=[("async", *key) for key in CELLS],
 )
 

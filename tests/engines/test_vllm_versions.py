@@ -111,6 +111,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_the_built_wheel_serves_beside_the_newest_vllm(model: Path, tmp_path: Path) -> None:
     """kvcore as pip installs it, and nothing of this checkout."""
     python = interpreter(VERSIONS[-1])

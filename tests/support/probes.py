@@ -61,6 +61,11 @@ class Tree:
         changed = Sources(self._package, self._root)
         homes = _homes(self.sources, target)
         changed._modules |= {m: n for m, n in self.sources._modules.items() if m not in homes}
+        changed._classes |= {
+            owner: members
+            for owner, members in self.sources._classes.items()
+            if homes.isdisjoint({owner.module, *(at.module for at in members.values())})
+        }
         for module in homes:
             file = changed.file(module)
             assert file is not None

@@ -235,8 +235,15 @@ CALLED = {
 """Some of what must be among the parts that were found."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("where", LOADS)
+@pytest.mark.parametrize(
+    ("where", "ranks"),
+    [
+        ("in the step", 1),
+        ("between steps", 2),
+        pytest.param("in the step", 2, marks=pytest.mark.exhaustive),
+        pytest.param("between steps", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_error_in_any_call_ends_kvcore_and_not_tensorrt_llm(
     trials: Trials, adapter: Any, where: str, ranks: int
 ) -> None:

@@ -13,6 +13,8 @@ import math
 import os
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ SHUTDOWN_S = 60.0
 """Seconds that the engine core may take to end: it must finish the saves in flight."""
 SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable with the size of the KV cache in GiB."""
+LOOK_S = 0.0005
+"""Seconds between looks for a message of another process of vLLM."""
 PUBLISHED_S = 0.5
 """Seconds without work after which every save is published: vLLM does not report that."""
 
@@ -285,8 +289,23 @@ def preload(model: str) -> None:
     from vllm.model_executor.models import registry
 
     import kvcore_vllm.connector  # noqa: F401
+    from kvcore_vllm.engine import verdict
 
     registry._run_in_subprocess = lambda fn: fn()
+    _wait_asleep()
+    with suppress(UnsupportedError):  # each engine would raise it too
+        verdict()  # it reads vLLM's sources, which takes a second
+
+
+def _wait_asleep() -> None:
+    """Let vLLM's processes sleep between looks for a message of another process.
+
+    For a second after the last message they look again and again, and only offer the core. Where an
+    engine has one, that takes up to half of it from the process that computes.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    shm_broadcast.sched_yield = partial(time.sleep, LOOK_S)
 
 
 def run(descriptor: int) -> None:
