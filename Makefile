@@ -34,7 +34,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make answers     records anew what engines without kvcore answer, in tests/answers"
 	@echo "make test-sglang  what needs SGLang, in an environment of its own"
 	@echo "make test-unit   the fast tests, no engine"
+	@echo "make soak        agents on two vLLM behind a server, and what breaks there (an hour; SOAK=\"--minutes 5\")"
 	@echo "make mistakes    mistakes of the past, put back one by one: the tests still find them (minutes)"
 	@echo "make env-compat  vLLM 0.30 and 0.33, SGLang 0.5.20, in layers over the other environments"
 	@echo "make test-kernels  the Triton kernels: interpreted, and compiled for GPUs that are not here"
@@ -95,6 +96,10 @@ demo:
 
 demo-cluster: env
 	$(RUN) -m demo.cluster $(if $(MODEL),--model "$(MODEL)") $(CLUSTER)
+
+# Needs vLLM, and Redis from the environment.
+soak: env
+	$(RUN) -m kvcore_devtools.soak_agents $(SOAK)
 
 demo-router: env env-sglang env-routers
 	$(RUN) -m demo.router $(if $(MODEL),--model "$(MODEL)") $(ROUTER)

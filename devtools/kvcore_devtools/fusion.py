@@ -25,7 +25,7 @@ from kvcore.fusion.fusor import BlendJob, Placed
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector
-from kvcore.harness.models import _spread
+from kvcore.harness.architectures import spread
 
 __all__ = [
     "ARCHITECTURES",
@@ -106,7 +106,7 @@ def make_model(kind: str, **settings: Any) -> Any:
         **settings,
     )
     model = hf.AutoModelForCausalLM.from_config(config).eval()
-    _spread(model, torch.Generator().manual_seed(7))
+    spread(model, torch.Generator().manual_seed(7))
     with (
         torch.no_grad()
     ):  # half of the spread of `_spread`, so that rounding errors do not grow from layer to layer

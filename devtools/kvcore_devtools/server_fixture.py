@@ -155,14 +155,17 @@ def _is_idle(status: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def server_process(*given: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `kvcore server` with these settings (``TABLE.NAME=VALUE``), and kill it at the end.
+def server_process(*given: str, config: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run `kvcore server` with these settings, and kill it at the end.
+
+    They are ``TABLE.NAME=VALUE``, beside those of the file ``config``.
 
     It is ready for clients when the block begins. Its output, and that of its libraries, goes to
     the test's own output. If the test fails, the server prints the stacks of its threads first.
     """
     command = [sys.executable, "-X", "faulthandler", "-c"]
     command += ["from kvcore.cli import main; main()", "server"]
+    command += [] if config is None else ["-c", str(config)]
     for setting in given:
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.errors import FormatError, UnsupportedError
+from kvcore.harness.architectures import ARCHITECTURES, CONFIGS, Shape, spread
 
 __all__ = [
     "ARCHITECTURES",
@@ -43,6 +44,7 @@ __all__ = [
     "tiny_llama",
     "tiny_lora",
     "tiny_model",
+    "tiny_mtp",
     "tiny_vision_model",
     "token_nbytes",
 ]
@@ -112,7 +114,7 @@ def tiny_llama(
     tokenizer: Path | None = None,
 ) -> Path:
     """Write a random Llama to `path` (created or replaced), and return it. See `tiny_model`."""
-    shape = _Shape("llama", layers, heads, kv_heads, head_dim, max_positions, 0, seed)
+    shape = Shape("llama", layers, heads, kv_heads, head_dim, max_positions, 0, seed)
     _replace(path, lambda folder: _write_tiny(folder, shape, tokenizer or smollm2()))
     return path
 
@@ -141,7 +143,8 @@ def tiny_model(
         arch: one of `ARCHITECTURES`. ``gemma3`` alternates sliding-window and full-attention
             layers, and so do ``gemma4``, with wider heads in those of full attention, and
             ``gpt_oss``, with attention sinks; ``mistral`` has the window on every layer; ``lfm2``
-            and ``qwen3_next`` alternate attention with layers that keep a state; ``deepseek_v2``
+            ``qwen3_next`` and ``granite4`` alternate attention with layers that keep a state, and
+            ``falcon_h1`` has both in each layer; ``deepseek_v2``
             keeps a latent (MLA), every layer dense; the others have full attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
             Ignored by architectures without a window.
@@ -157,7 +160,7 @@ def tiny_model(
         raise UnsupportedError(
             f"no tiny model of architecture {arch!r}: choose one of {', '.join(ARCHITECTURES)}"
         )
-    shape = _Shape(
+    shape = Shape(
         arch, layers, heads, kv_heads, head_dim, max_positions, sliding_window, seed, vocabulary,
         latent,
     )  # fmt: skip
@@ -207,6 +210,19 @@ def tiny_eagle(model: Path, *, seed: int = 5, cache_dir: Path | None = None) -> 
     digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
     return _made_once(
         root / f"tiny-eagle-{digest}-r{REVISION}", lambda folder: _write_eagle(folder, model, seed)
+    )
+
+
+def tiny_mtp(model: Path, *, seed: int = 6, cache_dir: Path | None = None) -> Path:
+    """Make a copy of a `tiny_model` of Qwen3-Next that drafts, in the cache; return its folder.
+
+    Its layer for several tokens at once (MTP) is one of the model's layers with attention. Of what
+    it drafts hardly anything is right.
+    """
+    root = cache_dir or model_cache()
+    digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
+    return _made_once(
+        root / f"tiny-mtp-{digest}-r{REVISION}", lambda folder: _write_mtp(folder, model, seed)
     )
 
 
@@ -333,214 +349,7 @@ def _check_answer(folder: Path) -> None:
 # --- random models ----------------------------------------------------------------------------
 
 
-class _Shape:
-    """The arguments of a tiny model, and the folder name that they give."""
-
-    def __init__(
-        self,
-        arch: str,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        max_positions: int,
-        sliding_window: int,
-        seed: int,
-        vocabulary: int | None = None,
-        latent: tuple[int, int] | None = None,
-    ) -> None:
-        self.arch = arch
-        self.seed = seed
-        self.sliding_window = sliding_window
-        self.common: dict[str, Any] = {
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "hidden_size": heads * head_dim,
-            "intermediate_size": 2 * heads * head_dim,
-            "max_position_embeddings": max_positions,
-            "tie_word_embeddings": False,
-        }
-        if vocabulary is not None:
-            self.common["vocab_size"] = vocabulary
-        if latent is not None:
-            self.common["latent"] = latent
-
-    @property
-    def digest(self) -> str:
-        text = json.dumps([self.arch, self.seed, self.sliding_window, self.common], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _llama_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**common)
-
-
-def _qwen2_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**common)
-
-
-def _mistral_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import MistralConfig
-
-    return MistralConfig(sliding_window=shape.sliding_window or None, **common)
-
-
-def _qwen3_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**common)
-
-
-def _gemma_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import GemmaConfig
-
-    return GemmaConfig(**{**common, "tie_word_embeddings": True})
-
-
-def _phi3_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import Phi3Config
-
-    return Phi3Config(**{**common, "pad_token_id": 0})
-
-
-def _gemma4_config(shape: _Shape, **common: Any) -> Any:
-    """Layers without a window have heads twice as wide, and half as many of K and V."""
-    import transformers
-
-    hf: Any = transformers  # its type stubs lack the heads of full attention
-    layers = common["num_hidden_layers"]
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    return hf.Gemma4TextConfig(
-        sliding_window=shape.sliding_window,
-        layer_types=kinds,
-        global_head_dim=2 * common["head_dim"],
-        num_global_key_value_heads=max(common["num_key_value_heads"] // 2, 1),
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=common["vocab_size"],
-        num_kv_shared_layers=0,
-        **common,
-    )
-
-
-def _gemma3_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import Gemma3TextConfig
-
-    layers = common["num_hidden_layers"]
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    return Gemma3TextConfig(
-        sliding_window=shape.sliding_window,
-        layer_types=kinds,
-        query_pre_attn_scalar=common["head_dim"],
-        **common,
-    )
-
-
-def _lfm2_config(shape: _Shape, **common: Any) -> Any:
-    """Short convolutions, which keep a state instead of KV, and attention in every third layer."""
-    from transformers import Lfm2Config
-
-    del common["head_dim"]
-    layers = common["num_hidden_layers"]
-    kinds = ["full_attention" if layer % 3 == 2 else "conv" for layer in range(layers)]
-    config = Lfm2Config(layer_types=kinds, block_auto_adjust_ff_dim=False, **common)
-    # Published checkpoints have these fields and vLLM needs them, but transformers does not.
-    config.conv_dim = config.conv_dim_out = config.block_dim = common["hidden_size"]
-    config.block_ff_dim = common["intermediate_size"]
-    return config
-
-
-def _gpt_oss_config(shape: _Shape, **common: Any) -> Any:
-    from transformers import GptOssConfig
-
-    layers = common["num_hidden_layers"]
-    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
-    return GptOssConfig(
-        sliding_window=shape.sliding_window,
-        layer_types=kinds,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        **common,
-    )
-
-
-def _qwen3_next_config(shape: _Shape, **common: Any) -> Any:
-    """Gated delta nets, which keep a state, and attention in every fourth layer."""
-    from transformers import Qwen3NextConfig
-
-    layers, width = common["num_hidden_layers"], 2 * common["head_dim"]
-    kinds = ["linear_attention" if layer % 4 < 3 else "full_attention" for layer in range(layers)]
-    return Qwen3NextConfig(
-        layer_types=kinds,
-        linear_key_head_dim=width,
-        linear_value_head_dim=width,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        mlp_only_layers=[],  # vLLM needs a layer with experts
-        num_experts=4,
-        num_experts_per_tok=1,
-        moe_intermediate_size=width // 2,
-        **common,
-    )
-
-
-def _deepseek_v2_config(shape: _Shape, **common: Any) -> Any:
-    """Multi-head latent attention without experts.
-
-    A token's latent is twice a head wide, and its rotary part half a head, unless they are told.
-    """
-    from transformers import DeepseekV2Config
-
-    dim, positions = common.pop("head_dim"), common["max_position_embeddings"]
-    rank, rope = common.pop("latent", (2 * dim, dim // 2))
-    yarn = {  # as in published checkpoints; SGLang on a CPU supports no other
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": positions // 2,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    }
-    config = DeepseekV2Config(
-        rope_parameters=yarn,
-        q_lora_rank=None,
-        kv_lora_rank=rank,
-        qk_nope_head_dim=dim,
-        qk_rope_head_dim=rope,
-        v_head_dim=dim,
-        first_k_dense_replace=common["num_hidden_layers"],
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=dim,
-        **{**common, "num_key_value_heads": common["num_attention_heads"]},
-    )
-    config.moe_layer_freq = 1  # published checkpoints have it and engines need it
-    return config
-
-
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": _llama_config,
-    "mistral": _mistral_config,
-    "qwen2": _qwen2_config,
-    "qwen3": _qwen3_config,
-    "gemma": _gemma_config,
-    "phi3": _phi3_config,
-    "gemma3": _gemma3_config,
-    "gemma4": _gemma4_config,
-    "gpt_oss": _gpt_oss_config,
-    "lfm2": _lfm2_config,
-    "qwen3_next": _qwen3_next_config,
-    "deepseek_v2": _deepseek_v2_config,
-}
-ARCHITECTURES = tuple(_CONFIGS)
-
-
-def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
+def _write_tiny(folder: Path, shape: Shape, tokenizer: Path) -> None:
     """Draw the weights of `shape`, and save them with another model's tokenizer files."""
     import torch
     import transformers
@@ -548,9 +357,9 @@ def _write_tiny(folder: Path, shape: _Shape, tokenizer: Path) -> None:
     hf: Any = transformers
     origin = json.loads((tokenizer / "config.json").read_text())
     tokens = {name: origin.get(name) for name in ("vocab_size", "bos_token_id", "eos_token_id")}
-    config = _CONFIGS[shape.arch](shape, **{**tokens, **shape.common}, pad_token_id=0)
+    config = CONFIGS[shape.arch](shape, **{**tokens, **shape.common}, pad_token_id=0)
     model = hf.AutoModelForCausalLM.from_config(config)
-    _spread(model, torch.Generator().manual_seed(shape.seed))
+    spread(model, torch.Generator().manual_seed(shape.seed))
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).exists():
@@ -573,7 +382,7 @@ def _write_idefics3(folder: Path, source: Path) -> None:
         "image_size": IMAGE_SIZE,
         "patch_size": 14,
     }
-    shape = _Shape("llama", 4, 4, 2, 64, 8192, 0, 0)
+    shape = Shape("llama", 4, 4, 2, 64, 8192, 0, 0)
     text = hf.LlamaConfig(**shape.common, vocab_size=len(tokenizer) + 63 & ~63, pad_token_id=0)
     config = hf.Idefics3Config(
         vision_config=vision,
@@ -583,7 +392,7 @@ def _write_idefics3(folder: Path, source: Path) -> None:
         pad_token_id=0,
     )
     model = hf.Idefics3ForConditionalGeneration(config)
-    _spread(model, torch.Generator().manual_seed(shape.seed))
+    spread(model, torch.Generator().manual_seed(shape.seed))
     model.to(torch.bfloat16).save_pretrained(folder)
     edge = {"longest_edge": IMAGE_SIZE}
     pictures = hf.Idefics3ImageProcessorPil(
@@ -614,27 +423,29 @@ def _write_eagle(folder: Path, model: Path, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _spread(model: Any, generator: Any) -> None:
-    """Redraw every matrix so that each layer adds as much as the residual already holds.
-
-    Linear weights are N(0, (2 / sqrt(fan_in))^2): the gain of 2 makes attention peaked instead of
-    an average over the prompt. Embeddings are N(0, 1), or less if the model multiplies them by the
-    root of their width. Norms keep their ones, and biases are small.
-    """
+def _write_mtp(folder: Path, model: Path, seed: int) -> None:
+    """Copy the model, and add a layer that takes an embedding beside a state of the model."""
     import torch
+    from safetensors.torch import load_file, save_file
 
-    scaled = model.config.model_type == "gemma"
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "embed_tokens" in name:
-                std = float(weight.shape[1]) ** -0.5 if scaled else 1.0
-            elif weight.dim() == 2 or ("experts" in name and weight.dim() == 3):
-                std = 2.0 / float(weight.shape[1]) ** 0.5
-            elif name.endswith("bias"):
-                std = 0.1
-            else:
-                continue
-            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+    for file in model.iterdir():
+        if file.name != MANIFEST:
+            shutil.copy(file, folder / file.name)
+    tensors = load_file(model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    of = f"model.layers.{config['layer_types'].index('full_attention')}."
+    tensors |= {
+        name.replace(of, "mtp.layers.0."): weight.clone()
+        for name, weight in tensors.items()
+        if name.startswith(of)
+    }
+    hidden = config["hidden_size"]
+    merge = torch.randn(hidden, 2 * hidden, generator=torch.Generator().manual_seed(seed))
+    tensors["mtp.fc.weight"] = (merge / hidden**0.5).bfloat16()
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
 
 
 def _main(arguments: list[str] | None = None) -> int:

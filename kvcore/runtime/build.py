@@ -169,7 +169,7 @@ class ManagerParts:
     @property
     def open_tiers(self) -> dict[str, dict[str, Any]]:
         """The options that every worker needs before its first graph, by tier name."""
-        return {found.spec.name: dict(found.prepared.rank_options) for found in self.backings}
+        return {found.spec.name: found.rank_options for found in self.backings}
 
     @property
     def read_paths(self) -> dict[str, str]:

@@ -386,9 +386,8 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
     [found] = prepared
     index = BlockIndex([found.spec])
     try:
-        tier = BackingOpener(config, geometry, 0, plugins, share)(
-            found.spec.name, found.prepared.rank_options
-        )
+        opener = BackingOpener(config, geometry, 0, plugins, share)
+        tier = opener(found.spec.name, found.rank_options)
         lost = index.admin.restore(found.spec.name, found.prepared.records)
     except BaseException:
         found.prepared.release()

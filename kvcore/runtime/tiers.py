@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import pathlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvcore.config import BackingConfig, Config, read_key
@@ -30,6 +30,8 @@ from kvcore.transfer.graph import Path
 _log = logging.getLogger("kvcore.runtime.tiers")
 
 DISK = "disk"
+_MODEL = "kvcore.model"
+"""The rank option with the model's fingerprint."""
 
 
 class _TierSettings(NamedTuple):
@@ -74,11 +76,24 @@ def disk_guards(config: Config) -> list[BlockGuard]:
 
 @dataclass(frozen=True)
 class PreparedBacking:
-    """A tier as the leader sees it: its spec for the index, its binding for the manager."""
+    """A tier as the leader sees it: its spec for the index, its binding for the manager.
+
+    ``model`` is the fingerprint of the model whose blocks it holds.
+    """
 
     spec: TierSpec
     backing: Backing
     prepared: PreparedTier
+    model: bytes
+
+    @property
+    def rank_options(self) -> dict[str, Any]:
+        """Plain data for `BackingOpener` in every rank.
+
+        The fingerprint is the leader's. That of a rank may differ: some models change their config
+        while their weights load, which happens in the workers' processes alone.
+        """
+        return {**self.prepared.rank_options, _MODEL: self.model.hex()}
 
 
 def prepare_backings(
@@ -113,6 +128,7 @@ def prepare_backings(
                 _spec(name, common, prepared, plugins),
                 _backing(name, common, plugin, prepared),
                 prepared,
+                geometry.model,
             )
         )
     return found
@@ -180,18 +196,19 @@ class BackingOpener:
         self._cluster = config.cluster
 
     def __call__(self, name: str, options: Mapping[str, Any]) -> Tier:
-        """Open a tier with the options that its leader's part gives every rank.
+        """Open a tier with its `PreparedBacking.rank_options` of the leader.
 
         Raises TierError if the medium cannot be used.
         """
         settings = self._settings[name]
+        own = {option: value for option, value in options.items() if option != _MODEL}
         context = TierContext(
             name,
-            self._geometry,
+            replace(self._geometry, model=bytes.fromhex(options[_MODEL])),
             settings.common.capacity,
             settings.options,
             rank=self._rank,
-            rank_options=options,
+            rank_options=own,
             share=self._share,
             cluster=self._cluster,
             mac_key=settings.mac_key,

@@ -24,7 +24,7 @@ pytest.importorskip("vllm")
 from kvcore.harness.compare import answers, assert_same_answers, counted, settle_and_empty
 from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import tiny_model
+from kvcore.harness.models import tiny_model, tiny_mtp
 from kvcore.harness.prompts import words
 from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
@@ -57,6 +57,8 @@ LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 WINDOWS = ("gpt_oss", "gemma3", "gemma4")
 # vLLM's CPU build forgets a block size that it chose itself, and then keeps few states.
 QWEN = {"dtype": "bfloat16", "block_size": 384}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 KINDS = {
     "lfm2": Kind("lfm2", 128, LFM2),
     "lfm2-v2": Kind("lfm2", 128, LFM2, V2),
@@ -66,7 +68,11 @@ KINDS = {
     "qwen3_next": Kind("qwen3_next", 384, QWEN),
     # vLLM 0.30's kernel for CPUs takes no convolutions as wide as LFM2's.
     "qwen3_next-0.30": Kind("qwen3_next", 384, QWEN, python="vllm-0.30"),
+    "qwen3_next-ngram": Kind("qwen3_next", 384, {**QWEN, "speculative_config": NGRAM}),
+    "qwen3_next-mtp": Kind("qwen3_next", 384, {**QWEN, "speculative_config": MTP}),
     "qwen3_next-tails": Kind("qwen3_next", 128, {**QWEN, "prefix_match_unit": 128}),
+    "granite4": Kind("granite4", 128, {}),
+    "falcon_h1": Kind("falcon_h1", 128, {}),
     "gpt_oss": Kind("gpt_oss", 128, {}),
     "gpt_oss-v2": Kind("gpt_oss", 128, {}, V2),
     "gpt_oss-0.33": Kind("gpt_oss", 128, {}, python="vllm-0.33"),
@@ -136,10 +142,11 @@ def model_of(kind: Kind) -> Path:
     """A model whose states take several rows of blocks."""
     ranks = kind.args.get("tensor_parallel_size", 1)
     heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
-    layers = 4 if kind.arch == "qwen3_next" else 6
-    return tiny_model(
+    layers = 6 if kind.arch in ("lfm2", *WINDOWS) else 4
+    made = tiny_model(
         kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY, **heads
     )
+    return tiny_mtp(made) if kind.args.get("speculative_config") is MTP else made
 
 
 def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -330,6 +337,34 @@ def test_engines_of_a_server_go_on_from_what_one_of_them_saved(kind: Kind, tmp_p
                 {found_in: served.resumed(each)} for each in asked
             ]
             process.settle()
+
+
+@pytest.mark.exhaustive
+def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
+    """It goes past a boundary, and the next turn goes on from there. Drafts are undone in it.
+
+    By default vLLM keeps no states there.
+    """
+    if kind.arch in WINDOWS or kind.python or "prefix_match_unit" in kind.args:
+        pytest.skip("the end of a window is saved at any block; or tried with another kind")
+    first = prompt(95, 2 * kind.step - 60)
+    every = {"points": {"policy": "all"}}
+    disk = {"disk": {"path": str(tmp_path / "kv"), "capacity": "256MiB"}}
+    keep = {"prefix_cache_retention_interval": kind.step}
+    with started(kind, tmp_path, every | disk, **keep) as process:
+        [said] = answers(process, [first], max_tokens=120, cache_salt="turns")
+        second = [*first, *said.token_ids, *prompt(96, 40)]
+        settle_and_empty(process)
+        served = Served(process, kind, tmp_path / "spoil")
+        warm = served.ask([second], "turns")
+        assert warm[0].reused_tokens == 2 * kind.step
+        if speculative := kind.args.get("speculative_config"):
+            drafts = counted(process, "vllm:spec_decode_num_drafts_total")
+            accepted = counted(process, "vllm:spec_decode_num_accepted_tokens_total")
+            assert drafts > 20
+            assert accepted < speculative["num_speculative_tokens"] * drafts, "none was undone"
+        settle_and_empty(process)
+        assert_same(served, warm, served.ask([second], "cold"))
 
 
 def only_one(kind: Kind) -> None:

@@ -47,8 +47,8 @@ _SERVED_SPECS = frozenset(
 _SERVED_DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose draft model keeps KV of every token, as a layer of the model does."""
 
-_DRAFT_PREFIX = "draft_model."
-"""Begins the names of the layers of a draft model that counts its layers from 0."""
+_DRAFT_PREFIXES = ("draft_model.", "mtp.")
+"""Begin the names of the layers of a draft model that counts its layers from 0."""
 
 _SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
 """vLLM's modes whose pages hold K and V only. The other modes pack scales beside the values."""
@@ -235,11 +235,6 @@ def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
         raise UnsupportedError(
             "states of layers with pipeline_parallel_size > 1: use 1, or tensor parallelism"
         )
-    if vllm_config.speculative_config is not None:
-        raise UnsupportedError(
-            f"states of layers with speculative decoding "
-            f"({vllm_config.speculative_config.method!r}): turn it off"
-        )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_role != "kv_both":
         raise UnsupportedError(
@@ -368,7 +363,7 @@ def _order(name: str) -> tuple[bool, int, str]:
     """Order the layers of a model. A draft model counts its layers on, or anew from 0."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    return name.startswith(_DRAFT_PREFIX), extract_layer_index(name), name
+    return name.startswith(_DRAFT_PREFIXES), extract_layer_index(name), name
 
 
 def _groups(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> tuple[LayerGroup, ...]:
@@ -379,7 +374,7 @@ def _groups(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> tuple[Lay
         if type(group.kv_cache_spec) is not MambaSpec and index not in windows:
             found += group.layer_names
     order = sorted(found, key=_order)
-    numbers = [_order(name)[1] for name in order if not name.startswith(_DRAFT_PREFIX)]
+    numbers = [_order(name)[1] for name in order if not name.startswith(_DRAFT_PREFIXES)]
     if len(set(numbers)) < len(numbers):
         raise UnsupportedError(f"two caches in a layer: {order}")
     canonical = {name: i for i, name in enumerate(order)}

@@ -100,7 +100,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             layerwise=layerwise,
         )
         self._in_step = in_step
-        self._lookahead = lookahead
+        # A state is of one token, so the draft's KV before it is taken as it is.
+        self._lookahead = lookahead if model.point is None else min(lookahead, model.point.spare)
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []

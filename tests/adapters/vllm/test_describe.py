@@ -215,6 +215,8 @@ def test_layers_of_a_draft_follow_the_models_own_in_every_process() -> None:
     """Ranks and engines that name them in another order mean the same blocks."""
     assert drafted_names(OWN[::-1]) == (*NAMES, *OWN)
     assert drafted_names([HEAD]) == (*NAMES, HEAD)
+    anew = "mtp.layers.0.self_attn.attn"
+    assert drafted_names([anew]) == (*NAMES, anew)
 
 
 def test_kv_beside_a_draft_is_other_kv() -> None:

@@ -95,6 +95,11 @@ def test_a_resume_point_has_the_states_of_all_layers() -> None:
     assert [each.names for each in model.point.states] == [tuple(STATES[:2]), tuple(STATES[2:])]
 
 
+def test_drafts_without_a_model_change_nothing() -> None:
+    drafting = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
+    assert describe(drafting, told(attention(), state(), state()), 16) == described()
+
+
 @pytest.mark.parametrize(("wanted", "found"), [(16, 16), (256, 128), (48, 16), (200, 8)])
 def test_blocks_end_where_states_do(wanted: int, found: int) -> None:
     model = described(wanted)
@@ -119,11 +124,6 @@ def test_boundaries_may_lie_inside_a_page_of_states() -> None:
             told(attention(), state()),
             {"parallel_config__pipeline_parallel_size": 2},
             "pipeline_parallel_size > 1",
-        ),
-        (
-            told(attention(), state()),
-            {"speculative_config": SimpleNamespace(method="ngram")},
-            "speculative decoding .'ngram'.",
         ),
         (
             told(attention(), state()),
@@ -175,7 +175,9 @@ def test_another_version_of_vllm_is_another_namespace(monkeypatch: pytest.Monkey
 class Rig:
     """A leader of such a model. Pages of KV are 100 and up, those of states as told."""
 
-    def __init__(self, host: int = 256, points: PointPolicy | None = None, **settings: Any) -> None:
+    def __init__(
+        self, host: int = 256, points: PointPolicy | None = None, ahead: int = 0, **settings: Any
+    ) -> None:
         self.model = described()
         self.index = BlockIndex([TierSpec("host", host)])
         self.outbox = Outbox(1)
@@ -188,7 +190,7 @@ class Rig:
             points=points or SpacedPoints(),
         )
         config = load_config(None, settings)
-        self.leader = Leader(config, self.model, parts, self.outbox, {})
+        self.leader = Leader(config, self.model, parts, self.outbox, {}, lookahead=ahead)
 
     def ask(self, name: str = "r", computed: int = 0) -> tuple[int | None, bool]:
         self.request = request(name)
@@ -359,8 +361,8 @@ def test_no_room_for_all_of_a_point_saves_nothing() -> None:
     rig.end(graph)
 
 
-def loaded_rig() -> Rig:
-    rig = Rig()
+def loaded_rig(ahead: int = 0) -> Rig:
+    rig = Rig(ahead=ahead)
     rig.ask()
     [graph] = rig.offer((1, 7, 256), (2, 9, 256))
     rig.end(graph)
@@ -369,8 +371,10 @@ def loaded_rig() -> Rig:
     return rig
 
 
-def test_a_load_fills_the_pages_in_which_the_next_step_looks() -> None:
-    [graph] = loaded_rig().load(256, [[100, 101], [NULL_PAGE, 5], [NULL_PAGE, 6]])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_load_fills_the_pages_in_which_the_next_step_looks(ahead: int) -> None:
+    """All of it, however far a draft looks ahead: the states are of that token."""
+    [graph] = loaded_rig(ahead).load(256, [[100, 101], [NULL_PAGE, 5], [NULL_PAGE, 6]])
     kv, one, other = (table.array() for table in graph.units)
     assert graph.point == 16
     assert (one[-1, 0], other[-1, 0]) == (5, 6)

@@ -91,9 +91,18 @@ def _spoil_saves() -> None:
             found = {boundary - step: pages for boundary, pages in found.items() if boundary > step}
         return found
 
+    choose = leader.of_states
+
+    @wraps(choose)
+    def standing_out(*asked: Any) -> Any:
+        """No policy declines what is of the boundary before."""
+        found = choose(*asked)
+        return found._replace(ends=found.offered) if _order() == "earlier" else found
+
     step = 0
     leader.Leader._save_states = saving  # type: ignore[method-assign]
     leader.whole_points = wrong
+    leader.of_states = standing_out
     table = Paging._windows
 
     @wraps(table)

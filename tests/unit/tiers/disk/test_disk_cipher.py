@@ -298,7 +298,7 @@ def test_the_settings_reach_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = load_config(overrides={"disk": disk}, env={})
     plugins = PluginManager(entry_points=[])
     (found,) = prepare_backings(config, plain, plugins)
-    tier = BackingOpener(config, plain, 0, plugins)("disk", found.prepared.rank_options)
+    tier = BackingOpener(config, plain, 0, plugins)("disk", found.rank_options)
     (block,) = some_blocks(1)
     write_blocks(tier, [block])
     tier.close()
