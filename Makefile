@@ -13,12 +13,10 @@ RUN := $(VENV)/bin/python
 RUN_SGLANG := .venvs/sglang/bin/python
 RELEASE := .venvs/release/bin
 SGLANG_TESTS := tests/engines/test_sglang*.py
-# Files of tests/unit and tests/adapters with an engine, or with seconds of a core and time limits.
-SLOW = $(sort $(shell grep -lrE --include='test_*.py' 'mark\.(engine|slow)' tests/adapters tests/unit))
 SERVER_TESTS := tests/integration/server
-# With what is in neither: tests/kernels, SGLang's tests, and the other files of those two folders.
+# What is in neither: tests/kernels and SGLang's tests.
 VLLM_TESTS = tests/engines tests/adversary tests/integration tests/gpu --ignore-glob='tests/engines/test_sglang*' --ignore-glob='$(SERVER_TESTS)/*'
-FAST_TESTS = tests/adapters tests/unit $(SLOW:%=--ignore=%)
+FAST_TESTS = tests/adapters tests/unit
 # The files of tests that need every core. Collecting all the others too takes 16 s.
 ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.
@@ -105,7 +103,8 @@ demo-router: env env-sglang env-routers
 	$(RUN) -m demo.router $(if $(MODEL),--model "$(MODEL)") $(ROUTER)
 
 # Both cores are busy. A test of an engine waits for a quarter of its time, so two of them are on each
-# core: vLLM's and SGLang's, and then what needs no engine, at a lower priority.
+# core: vLLM's and SGLang's, and then what needs no engine. Kernels, which wait least, come last, at a
+# lower priority.
 CHOSEN = not exhaustive
 # Answers of engines without kvcore are read from tests/answers. Nightly, the engines are asked again.
 ANSWERS = use
@@ -131,9 +130,8 @@ test-beside:
 	@code=0; \
 	run() { said=$$("$$@" 2>&1) || code=1; printf '+ %s\n%s\n' "$$*" "$$said"; }; \
 	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
-	run $(RUN) -m pytest $(SERVER_TESTS) $(SLOW) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS); \
+	run $(RUN) -m pytest $(SERVER_TESTS) $(FAST_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS); \
 	run nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS); \
-	run nice -n 10 $(RUN) -m pytest $(FAST_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
 	exit $$code
 
 test-sglang: env-sglang

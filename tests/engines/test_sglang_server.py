@@ -129,6 +129,7 @@ def documented() -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=") for word in shlex.split(before)), shlex.split(options)
 
 
+@pytest.mark.exhaustive  # a server takes long to start; in `make test` vLLM's README line does
 def test_as_a_user_serves_it(tmp_path: Path, folder: Path, plain: Any) -> None:
     """`kvcore serve` runs SGLang's own server. In 0.5.23 the stand-ins must be in each process."""
     prompts = windows(folder, 3, 150, 500, seed=22)

@@ -102,6 +102,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._in_step = in_step
         # A state is of one token, so the draft's KV before it is taken as it is.
         self._lookahead = lookahead if model.point is None else min(lookahead, model.point.spare)
+        # With such a draft vLLM keeps the states of the page before, of which it can use the KV.
+        self._pages_back = 2 if lookahead else 1
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
@@ -534,6 +536,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             return
         groups = self._model.groups
         page_tokens = max(group.page_tokens for group in groups if group.of == "states")
+        back = self._pages_back * page_tokens
         for request_id, offered in state.boundary_state_offloads.items():
             tracked = self._requests.get(request_id)
             pages = state.get_block_ids(request_id)
@@ -543,7 +546,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             points = whole_points(offered, groups, self._block)
             found = of_states(
                 sorted(at for at in points if at <= most),
-                tracked.request, tracked.hit, page_tokens, self._block,
+                tracked.request, tracked.hit, back, self._block,
             )  # fmt: skip
             self._save_points(tracked, pages, found, points)
 

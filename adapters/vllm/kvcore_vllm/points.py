@@ -54,12 +54,12 @@ def whole_points(
 
 
 def of_states(
-    offered: Sequence[int], request: Request, hit: Hit | None, page_tokens: int, block: int
+    offered: Sequence[int], request: Request, hit: Hit | None, back: int, block: int
 ) -> Candidates:
     """Return the boundaries ``offered`` at which vLLM has states, and which of them stand out.
 
     vLLM has states at the ends of pages, so the boundary for the end of a prompt, or for a
-    junction, is up to a page before it.
+    junction, is up to ``back`` tokens before it.
     """
     prompt = request.num_prompt_tokens
     # Where vLLM found that the prompt parts from another (0: nowhere), and where kvcore did.
@@ -68,8 +68,8 @@ def of_states(
         parts.append(hit.reached * block)
     return Candidates(
         offered,
-        [b for b in offered if b <= prompt <= b + page_tokens],
-        [b for b in offered if any(b <= at < b + page_tokens for at in parts)],
+        [b for b in offered if b <= prompt <= b + back],
+        [b for b in offered if any(b <= at < b + back for at in parts)],
     )
 
 

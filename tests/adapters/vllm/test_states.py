@@ -279,9 +279,9 @@ def test_states_behind_a_prompt_are_saved_as_vllm_save_decode_says() -> None:
         assert bool(rig.offer((1, 7, 256), (2, 9, 256))) is decode
 
 
-def sparse() -> Rig:
+def sparse(ahead: int = 0) -> Rig:
     """A rig whose points are too large to be saved but at ends and junctions."""
-    rig = Rig(points=SpacedPoints(share=1000))
+    rig = Rig(points=SpacedPoints(share=1000), ahead=ahead)
     rig.ask()
     return rig
 
@@ -300,6 +300,14 @@ def test_the_end_of_a_piece_is_declined_and_its_blocks_come_with_the_end_of_the_
     rig.end(graph)
     rig.leader._requests.clear()
     assert rig.ask() == (384, True)
+
+
+def test_where_a_draft_looks_ahead_the_end_of_a_prompt_is_a_page_before() -> None:
+    """vLLM keeps these states then: of their last token it can use the draft's KV."""
+    rig = sparse(ahead=1)
+    assert rig.offer((1, 7, 128), (2, 9, 128)) == []
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256))
+    assert graph.point == 16
 
 
 def test_pieces_are_counted_from_the_last_point_of_the_prompt() -> None:

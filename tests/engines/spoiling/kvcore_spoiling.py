@@ -4,7 +4,7 @@ Put this folder on PYTHONPATH and kvcore finds it by its entry point. The file t
 variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any:
 
     zeros     a load fills states and windows with zeros
-    group     a load leaves out one group of them
+    group     a load leaves out one group of them, whose pages are those of a new engine
     earlier   they are saved as those of the boundary before theirs
     fail      a load of a point fails
 """
@@ -36,43 +36,51 @@ def _spoil_loads() -> None:
     @wraps(right)
     def wrong(self: Any, graph: Any, first: int, rows: Sequence[int], places: Any) -> None:
         points, memory, order = self._points, self._point_rows, _order()
-        loads = self._to_device
-        if loads and order == "fail":
+        if not self._to_device or order not in ("fail", "group", "zeros"):
+            right(self, graph, first, rows, places)
+            return
+        if order == "fail":
             raise TransferError("a mistake on purpose")
-        if loads and order == "group":
-            last = max(part.group for part in (*points.states, *points.windows))
-            self._point_rows = PointMemory(
-                [
-                    m
-                    for part, m in zip(points.states, memory.states, strict=True)
-                    if part.group != last
-                ],
-                [
-                    m
-                    for part, m in zip(points.windows, memory.windows, strict=True)
-                    if part.group != last
-                ],
-            )
-            self._points = PointCopies(
-                [part for part in points.states if part.group != last],
-                [part for part in points.windows if part.group != last],
-            )
+        spoiled = points
+        if order == "group":
+            (self._points, self._point_rows), spoiled = _without_a_group(points, memory)
         right(self, graph, first, rows, places)
         self._points, self._point_rows = points, memory
-        if loads and order == "zeros":
-            for part in points.states:
-                page = int(graph.units[part.group].array()[first + part.row, 0])
-                for tensor in part.pages.tensors:
-                    tensor[page].zero_()
-            for window in points.windows:
-                table = graph.units[window.group]
-                found = table.array()[[first + row for row in window.rows if first + row in rows]]
-                size = window.pages.layout.page_tokens // table.unit_tokens
-                for page in set((found[found >= 0] // max(size, 1)).tolist()):
-                    for tensor in window.pages.tensors:
-                        tensor[page].zero_()
+        _zero(graph, first, rows, spoiled)
 
     DeviceCopy._copy_point = wrong  # type: ignore[method-assign]
+
+
+def _without_a_group(
+    points: PointCopies, memory: PointMemory
+) -> tuple[tuple[PointCopies, PointMemory], PointCopies]:
+    """Return all but the last group, with its memory, and the last group."""
+    last = max(part.group for part in (*points.states, *points.windows))
+    states = list(zip(points.states, memory.states, strict=True))
+    windows = list(zip(points.windows, memory.windows, strict=True))
+    kept = [pair for pair in states if pair[0].group != last]
+    seen = [pair for pair in windows if pair[0].group != last]
+    left = PointCopies([p for p, _ in kept], [p for p, _ in seen])
+    rest = PointMemory([m for _, m in kept], [m for _, m in seen])
+    gone = PointCopies(
+        [p for p, _ in states if p.group == last], [p for p, _ in windows if p.group == last]
+    )
+    return (left, rest), gone
+
+
+def _zero(graph: Any, first: int, rows: Sequence[int], points: PointCopies) -> None:
+    """Fill with zeros the pages to which a load copies these parts of a point."""
+    for part in points.states:
+        page = int(graph.units[part.group].array()[first + part.row, 0])
+        for tensor in part.pages.tensors:
+            tensor[page].zero_()
+    for window in points.windows:
+        table = graph.units[window.group]
+        found = table.array()[[first + row for row in window.rows if first + row in rows]]
+        size = window.pages.layout.page_tokens // table.unit_tokens
+        for page in set((found[found >= 0] // max(size, 1)).tolist()):
+            for tensor in window.pages.tensors:
+                tensor[page].zero_()
 
 
 def _spoil_saves() -> None:

@@ -261,7 +261,7 @@ def reuse_returns(a: EngineProcess, b: EngineProcess, plain: Plain) -> None:
     raise AssertionError("host b never loads again")
 
 
-@pytest.mark.parametrize("store", sorted(STORES), indirect=True)
+@on_each(*STORES)
 def test_what_one_host_computes_the_other_loads(
     store: Store, engines: Engines, plain: Plain, network: Network
 ) -> None:

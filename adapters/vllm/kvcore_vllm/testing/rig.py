@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 __all__ = [
     "PIECEWISE",
     "STEPS",
+    "V1_INTERPRETED",
     "V2",
     "V2_RUNNER",
     "InWorker",
@@ -36,6 +37,16 @@ __all__ = [
 
 V2: Mapping[str, str] = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 """Environment variables of an engine's process for Model Runner V2 on a CPU."""
+
+V1_INTERPRETED: Mapping[str, str] = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TRITON_INTERPRET": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""The same for Model Runner V1, which needs Triton where drafts go on from states.
+
+torch's compiler would ask Triton for its compiler.
+"""
 
 PIECEWISE: Mapping[str, Any] = {
     "piecewise": True,
