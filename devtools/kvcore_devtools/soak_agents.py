@@ -75,7 +75,7 @@ DEADLINES_S = LOAD_S + 2 * SERVER_S + LOOKUP_S
 VOCABULARY = 512
 
 _ARGS: dict[str, dict[str, Any]] = {
-    "llama": {"block_size": 16, "num_gpu_blocks_override": 240},
+    "llama": {"block_size": 32, "num_gpu_blocks_override": 120},
     "lfm2": {
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
         "num_gpu_blocks_override": 40,

@@ -305,7 +305,8 @@ def _wait_asleep() -> None:
     """
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = partial(time.sleep, LOOK_S)
+    module: Any = shm_broadcast
+    module.sched_yield = partial(time.sleep, LOOK_S)
 
 
 def run(descriptor: int) -> None:
