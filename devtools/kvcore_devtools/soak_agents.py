@@ -17,7 +17,7 @@ What must hold:
 
     every answer    equals that of vLLM alone
     every request   takes no longer than the slowest on vLLM alone, beyond kvcore's deadlines; not
-                    counted are requests of an engine that is killed
+                    counted are those at a time when an engine is killed and started
     memory          of the processes has not grown after the first epochs
     reuse           in every epoch, and of every tier
     nothing left    no graph in flight in the server
@@ -202,7 +202,7 @@ class _Agents:
                 got = engine.submit(ask.prompt, ANSWER, cache_salt=salt).result(600)
                 break
             except EngineDied:
-                if not self.killed.is_set():
+                if not self.killed.is_set() and engine is self.engines[which]:
                     raise
                 self._outcome.retried += 1
                 time.sleep(0.2)
