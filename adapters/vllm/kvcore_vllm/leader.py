@@ -647,9 +647,10 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if tracked is None:
             return
         # A corrupt block has left the index: one more lookup may find a shorter prefix or
-        # another tier. After that the request is computed.
-        tracked.may_load = tracked.may_load and tracked.load_attempts < 2
+        # another tier. After that the request is computed, and at once if it has waited for as
+        # long as a request is to wait for loads.
         late = tracked.load in self._late
+        tracked.may_load = tracked.may_load and tracked.load_attempts < 2 and not late
         self.recorder.failed(request_id, tracked.load_tokens, late=late)
         tracked.load, tracked.reused, tracked.hit, tracked.memo = None, {}, None, PlanMemo()
         _log.warning(

@@ -89,6 +89,18 @@ def test_a_load_that_is_given_up_counts_as_late(rig: LeaderRig) -> None:
         rig.side._complete(OpReport(load.graph_id, op.op_id, late))
     rig.side._load_failed("a")
     assert rig.side.metrics.snapshot()["kvcore_misses_total"] == {"deadline": 1}
+    assert rig.ask("a") == (0, False), "it waits for one deadline, not for two"
+
+
+def test_after_a_load_that_failed_what_is_left_is_tried_once_more(rig: LeaderRig) -> None:
+    for attempt in range(2):
+        assert rig.ask("a") == (400, True)
+        load = rig.load("a")
+        for op in load.ops:
+            failed = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
+            rig.side._complete(OpReport(load.graph_id, op.op_id, failed))
+        rig.side._load_failed("a")
+    assert rig.ask("a") == (0, False), attempt
 
 
 def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderRig) -> None:
