@@ -89,7 +89,18 @@ def test_a_load_that_is_given_up_counts_as_late(rig: LeaderRig) -> None:
         rig.side._complete(OpReport(load.graph_id, op.op_id, late))
     rig.side._load_failed("a")
     assert rig.side.metrics.snapshot()["kvcore_misses_total"] == {"deadline": 1}
-    assert rig.ask("a") == (0, False), "it waits for one deadline, not for two"
+
+
+def test_a_request_waits_for_one_deadline_and_not_for_two(rig: LeaderRig) -> None:
+    """Its tier is not left alone after one operation that was late."""
+    rig.ask("a")
+    load = rig.load("a")
+    for i, op in enumerate(load.ops):
+        why = RowError.CANCELLED if i else RowError.DEADLINE
+        rig.side._complete(OpReport(load.graph_id, op.op_id, dict.fromkeys(range(*op.rows), why)))
+    rig.side._load_failed("a")
+    assert rig.ask("a") == (0, False)
+    assert rig.ask("b") == (400, True)
 
 
 def test_after_a_load_that_failed_what_is_left_is_tried_once_more(rig: LeaderRig) -> None:
