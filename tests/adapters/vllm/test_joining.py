@@ -104,14 +104,14 @@ def test_a_request_waits_for_one_deadline_and_not_for_two(rig: LeaderRig) -> Non
 
 
 def test_after_a_load_that_failed_what_is_left_is_tried_once_more(rig: LeaderRig) -> None:
-    for attempt in range(2):
+    for _ in range(2):
         assert rig.ask("a") == (400, True)
         load = rig.load("a")
         for op in load.ops:
             failed = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
             rig.side._complete(OpReport(load.graph_id, op.op_id, failed))
         rig.side._load_failed("a")
-    assert rig.ask("a") == (0, False), attempt
+    assert rig.ask("a") == (0, False)
 
 
 def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderRig) -> None:
