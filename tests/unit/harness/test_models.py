@@ -92,7 +92,7 @@ def test_other_shapes_have_other_names() -> None:
             "sliding_window": 0,
             "seed": 0,
         }
-        return models._Shape("llama", **{**shape, **changed}).digest
+        return models.Shape("llama", **{**shape, **changed}).digest
 
     assert digest() == digest()
     others = [digest(seed=1), digest(layers=3), digest(kv_heads=4), digest(vocabulary=512)]
