@@ -20,7 +20,7 @@ What must hold:
     reuse           in every epoch, and of every tier
     nothing left    no graph in flight in the server
 
-It also tells how much longer the slowest request took than on vLLM alone, beside the sum of kvcore's
+It also tells how long the slowest request took, here and on vLLM alone, beside the sum of kvcore's
 deadlines. Requests are not counted while an engine is killed and started.
 """
 
@@ -121,8 +121,8 @@ class Outcome:
             f"{self.answers} answers, all right; {self.retried} asked again after a kill\n"
             f"broken: {dict(self.broken)}\n"
             f"tokens reused: {tiers}\n"
-            f"slowest: {self.slowest_s:.2f} s, on vLLM alone {self.alone_s:.2f} s; the deadlines are "
-            f"{DEADLINES_S} s together\n"
+            f"slowest: {self.slowest_s:.2f} s, on vLLM alone {self.alone_s:.2f} s; "
+            f"the deadlines are {DEADLINES_S} s together\n"
             f"memory in MiB: first {memory[:3]}, last {memory[-3:]}, grown to {self.grown():.3f}"
         )
 
