@@ -40,7 +40,7 @@ from kvcore.testing.faults.engine import faulty_engine, held, nothing_left
 from kvcore.tiers.remote import memory
 from kvcore.tiers.remote.memory import MemoryStore
 
-__all__ = ["Outcome", "soak"]
+__all__ = ["GROWTH", "Outcome", "growth", "soak"]
 
 POOL = 160
 ANSWER = 6
@@ -82,12 +82,20 @@ class Outcome:
     memory: list[int] = field(default_factory=list)
 
     def grown(self) -> float:
-        """Return memory at the end over memory after the first epochs; 1.0 if unknown."""
-        counted = self.memory[WARM:]
-        if len(counted) < 2 * WARM:
-            return 1.0
-        first, last = counted[: len(counted) // 3], counted[-len(counted) // 3 :]
-        return max(statistics.median(last) - SLACK, 1) / statistics.median(first)
+        """Return how much memory has grown (`growth`)."""
+        return growth(self.memory, SLACK)
+
+
+def growth(memory: Sequence[int], slack: int) -> float:
+    """Return memory at the end over memory after the first epochs; 1.0 if they are too few.
+
+    ``memory`` has the bytes at the end of each epoch, of which ``slack`` are not counted.
+    """
+    counted = memory[WARM:]
+    if len(counted) < 2 * WARM:
+        return 1.0
+    first, last = counted[: len(counted) // 3], counted[-len(counted) // 3 :]
+    return max(statistics.median(last) - slack, 1) / statistics.median(first)
 
 
 def soak(

@@ -30,7 +30,6 @@ import argparse
 import contextlib
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,6 +48,7 @@ from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import words
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import Server, redis_like, servers
+from kvcore_devtools.soak import GROWTH, growth
 
 __all__ = ["Ask", "Outcome", "soak", "write_script"]
 
@@ -65,9 +65,6 @@ ALONE_S = 15.0
 EPOCH_S = 15.0
 BROKEN = 0.4
 """The share of an epoch in which something is broken."""
-WARM = 4
-"""Number of first epochs whose memory is not compared."""
-GROWTH = 1.05
 SLACK = 24 << 20
 """Bytes by which the processes may grow, for what allocators keep."""
 LOAD_S, SERVER_S, LOOKUP_S = 2.0, 1.0, 0.5
@@ -107,12 +104,8 @@ class Outcome:
     memory: list[int] = field(default_factory=list)
 
     def grown(self) -> float:
-        """Return memory at the end over memory after the first epochs; 1.0 if unknown."""
-        counted = self.memory[WARM:]
-        if len(counted) < 2 * WARM:
-            return 1.0
-        first, last = counted[: len(counted) // 3], counted[-len(counted) // 3 :]
-        return max(statistics.median(last) - SLACK, 1) / statistics.median(first)
+        """Return how much memory has grown (`kvcore_devtools.soak.growth`)."""
+        return growth(self.memory, SLACK)
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{100 * n / self.asked:.0f}% {tier}" for tier, n in self.reused.items())

@@ -114,9 +114,9 @@ class PointCopies:
 
 
 NO_POINTS = PointCopies()
-"""Of a model that keeps blocks only."""
+"""The copies of a model that keeps blocks only."""
 NO_PLACE = SlotPlace(0)
-"""Of such a model: nothing is looked up there."""
+"""The place of a point in such a model, where nobody looks for one."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._in_step = in_step
         # A state is of one token, so the draft's KV before it is taken as it is.
         self._lookahead = lookahead if model.point is None else min(lookahead, model.point.spare)
-        # With such a draft vLLM keeps the states of the page before, of which it can use the KV.
+        # vLLM then keeps the states of the boundary a page before, as its own cache resumes there.
         self._pages_back = 2 if lookahead else 1
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
