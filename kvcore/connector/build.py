@@ -96,6 +96,13 @@ def build_leader(
                 f"their rows take {rows} bytes and a block {model.shape.nbytes}, because ranks "
                 "keep the same heads. Leave the address away: each rank then has host memory"
             )
+    packed = model.packed is not None and model.shape.kv_heads > 1
+    if packed and config.server.address is not None:
+        raise UnsupportedError(
+            f"pages of the engine's own format on {model.shape.kv_heads} ranks behind a server "
+            "(server.address): a server cuts blocks by layers first, which they do not have. Leave "
+            "the address away: each rank then has host memory"
+        )
     if recorder is not None:
         on_event = recorder.listener(on_event)
     if config.server.address is None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvcore.errors import LayoutError
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout
+from kvcore.memory.runs import BYTES, ONE, SlotPlace, byte_pages, unlike
 from kvcore.model.points import Piece, PointShape
 from kvcore.model.shape import BlockShape
 
@@ -20,19 +20,15 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "NO_PLACE",
     "NO_POINTS",
     "PointCopies",
     "PointMemory",
     "RowCopy",
-    "SlotPlace",
     "StatePages",
     "WindowCopy",
     "WindowPages",
     "point_copies",
 ]
-
-_BYTES, _ONE = "uint8", Axis(1)
 
 StatePages = Mapping[int, Sequence["torch.Tensor"]]
 """By group, for each of its layers, the pages of states: [pages, ...], each page one run of bytes.
@@ -40,24 +36,6 @@ StatePages = Mapping[int, Sequence["torch.Tensor"]]
 
 WindowPages = Mapping[int, KVView]
 """By group, the pages of its layers with a window."""
-
-
-class SlotPlace(NamedTuple):
-    """Where a rank's rows of points lie in an arena: slots of so many bytes, from ``at`` on each.
-
-    In an arena of its own that is the slot's first byte. A server's slots have a whole block, the
-    parts of all ranks. There the rows of each rank follow those of the rank before.
-    """
-
-    slot_nbytes: int
-    at: int = 0
-
-    def bytes_of(self, arena: KVView) -> torch.Tensor:
-        """Return an arena's memory as bytes, from the rows of the first slot on."""
-        import torch
-
-        [tensor] = arena.tensors
-        return tensor.view(torch.uint8)[self.at :]
 
 
 @dataclass(frozen=True)
@@ -115,8 +93,6 @@ class PointCopies:
 
 NO_POINTS = PointCopies()
 """The copies of a model that keeps blocks only."""
-NO_PLACE = SlotPlace(0)
-"""The place of a point in such a model, where nobody looks for one."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +155,9 @@ def row_view(memory: KVView, place: SlotPlace, pieces: Sequence[Piece]) -> KVVie
     """
     distance = place.slot_nbytes
     planes = tuple(
-        (Plane(0, piece.at, distance, 0, Axis(0), _ONE, piece.nbytes),) for piece in pieces
+        (Plane(0, piece.at, distance, 0, Axis(0), ONE, piece.nbytes),) for piece in pieces
     )
-    layout = KVLayout(_BYTES, memory.layout.num_pages, 1, 1, planes)
+    layout = KVLayout(BYTES, memory.layout.num_pages, 1, 1, planes)
     return KVView(layout, [place.bytes_of(memory)])
 
 
@@ -194,31 +170,20 @@ def _pages_view(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> KVV
                 tensors[piece.layer].stride(0),
                 0,
                 Axis(0),
-                _ONE,
+                ONE,
                 piece.nbytes,
             ),
         )
         for piece in pieces
     )
-    view = KVView(KVLayout(_BYTES, len(tensors[0]), 1, 1, planes), tensors)
+    view = KVView(KVLayout(BYTES, len(tensors[0]), 1, 1, planes), tensors)
     view.check()
     return view
 
 
 def _bytes_of(tensor: torch.Tensor, nbytes: int, name: str) -> torch.Tensor:
-    """Return the pages of a layer's states as bytes, [pages, nbytes]; shares memory."""
-    import torch
-
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or not len(tensor):
-        raise LayoutError(f"the states of {name} are not one tensor of pages")
-    page = tensor[0]
-    if not page.is_contiguous() or page.numel() * page.element_size() != nbytes:
-        raise LayoutError(
-            f"the states of {name} are pages of shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()} and type {tensor.dtype}; kvcore expects {nbytes} bytes in one run"
-        )
-    size = tensor.element_size()
-    flat = tensor.as_strided((len(tensor), page.numel()), (tensor.stride(0), 1))
-    raw = flat.view(torch.uint8)
-    assert raw.stride(0) == tensor.stride(0) * size
+    """Return the pages of a layer's states as bytes. A state fills its page, in its own order."""
+    raw = byte_pages(tensor, nbytes, name)
+    if tensor[0].numel() * tensor.element_size() != nbytes or not tensor[0].is_contiguous():
+        raise unlike(tensor, nbytes, name)
     return raw

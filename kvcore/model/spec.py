@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from kvcore.errors import LayoutError
+from kvcore.model.packed import PackedPages
 from kvcore.model.parts import Part, evenly
 from kvcore.model.points import PointShape
 from kvcore.model.shape import BlockShape
@@ -68,6 +69,7 @@ class ModelDescription:
     ``world_size`` is the number of ranks. ``stages`` are the layers [start, stop) of each pipeline
     stage, by default one stage with all layers. The tensor-parallel ranks of a stage are
     consecutive. ``point`` is what a resume point has; None if blocks are all that the model keeps.
+    ``packed`` are the pages of a format that only the engine knows; ``shape`` is then nominal.
     """
 
     shape: BlockShape
@@ -77,6 +79,7 @@ class ModelDescription:
     stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     alone: tuple[str, ...] = field(default=(), kw_only=True)
     point: PointShape | None = field(default=None, kw_only=True)
+    packed: PackedPages | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -91,6 +94,19 @@ class ModelDescription:
             )
         if self.point is not None:
             self._check_point(self.point)
+        if self.packed is not None:
+            self._check_packed(self.packed)
+
+    def _check_packed(self, packed: PackedPages) -> None:
+        shape = self.shape
+        nominal = packed.shape(shape.block_tokens, shape.kv_heads) == shape
+        sizes = {group.page_tokens for group in self.groups}
+        if not nominal or sizes != {packed.page_tokens} or self.point or len(self.stages) > 1:
+            raise LayoutError(
+                f"{packed} for blocks of {shape} in pages of {sorted(sizes)} tokens: kvcore serves "
+                "pages of the engine's own format in one size, without pipeline stages and without "
+                "resume points"
+            )
 
     def _check_point(self, point: PointShape) -> None:
         sizes = {self.rank_shape(rank).nbytes for rank in range(self.world_size)}

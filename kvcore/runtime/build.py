@@ -35,15 +35,10 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
-from kvcore.memory.points import (
-    NO_POINTS,
-    PointCopies,
-    SlotPlace,
-    StatePages,
-    WindowPages,
-    point_copies,
-)
+from kvcore.memory.points import NO_POINTS, PointCopies, StatePages, WindowPages, point_copies
+from kvcore.memory.runs import PagesInBlock, SlotPlace
 from kvcore.model.keys import pack_tokens
+from kvcore.model.packed import PackedPages
 from kvcore.model.points import PointRows, is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
@@ -105,9 +100,15 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
     return HostSlots(total - staging, staging)
 
 
-def arena_arrangement(config: Config, points: PointRows | None) -> Arrangement:
-    """Return how slots lie in an arena: as one run of bytes each if they hold resume points."""
-    return Arrangement(config.host.arrangement) if points is None else Arrangement.BLOCKWISE
+def arena_arrangement(
+    config: Config, points: PointRows | None, packed: PackedPages | None = None
+) -> Arrangement:
+    """Return how slots lie in an arena.
+
+    They are one run of bytes each if they hold resume points, or pages of the engine's own format.
+    """
+    plain = points is None and packed is None
+    return Arrangement(config.host.arrangement) if plain else Arrangement.BLOCKWISE
 
 
 def device_slots(config: Config, model: ModelDescription, points: PointRows | None) -> int:
@@ -418,7 +419,7 @@ def build_worker(
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
-        arrangement=arena_arrangement(config, model.point),
+        arrangement=arena_arrangement(config, model.point, model.packed),
         huge_pages=config.host.huge_pages and own,
         pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,
@@ -477,17 +478,17 @@ def _prepare(
     """
     import torch
 
-    first = worker.first_layer
+    place = SlotPlace(worker.arena.slot_nbytes)
     copied = [
         (
             group.view,
-            arena.select_layers([layer - first for layer in group.layers]),
+            group.memory(arena, place, worker.first_layer),
             gcd(group.view.layout.page_tokens, block_tokens),
         )
         for group in worker.groups
         if group.layers
     ]
-    rows = points.in_memory(arena, SlotPlace(worker.arena.slot_nbytes))
+    rows = points.in_memory(arena, place)
     copied += [
         (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)
     ]
@@ -508,8 +509,14 @@ def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list
     """Return the model's groups on a rank, in the order of a graph's tables."""
     groups, nothing = model.rank_groups(rank), views[0].select_layers(())
     given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
+    packed, block = model.packed, model.shape.block_tokens
     return [
-        DeviceGroup(group.layers, given.get(group.index, nothing), group.page_tokens)
+        DeviceGroup(
+            group.layers,
+            given.get(group.index, nothing),
+            group.page_tokens,
+            PagesInBlock.of(packed, block, group.layers) if packed is not None else None,
+        )
         for group in groups
     ]
 

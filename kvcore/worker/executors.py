@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import gcd
 
 import numpy as np
@@ -15,7 +14,8 @@ from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import NO_PLACE, NO_POINTS, PointCopies, SlotPlace
+from kvcore.memory.points import NO_POINTS, PointCopies
+from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
@@ -54,7 +54,6 @@ class DeviceCopy:
         self._points = points
         self._elsewhere = elsewhere
         self.use(arena, place)
-        self._block_tokens = arena.layout.page_tokens
         self._to_device = to_device
         self._sync = sync
 
@@ -63,11 +62,7 @@ class DeviceCopy:
 
         No copy may be running.
         """
-        first = self._first_layer
-        self._arenas = [
-            _select_layers(arena, [layer - first for layer in group.layers])
-            for group in self._groups
-        ]
+        self._arenas = [group.memory(arena, place, self._first_layer) for group in self._groups]
         self._point_rows = self._points.in_memory(arena, place)
 
     def run(
@@ -83,7 +78,8 @@ class DeviceCopy:
                 layers = _positions(group.layers, op)
                 units = table.array()[rows]
                 if layers and (units != SKIP).any():  # some rows only go as far as host memory
-                    self._copy(group.view, units, arena, slots, layers, table.unit_tokens)
+                    unit = group.view_tokens(table.unit_tokens)
+                    self._copy(group.view, units, arena, slots, layers, unit)
         return copies if self._sync.device.queues else {}
 
     def _copy_point(
@@ -147,7 +143,7 @@ class DeviceCopy:
         # The engine may have cut the pages that its scheduler knows into smaller ones.
         fits = gcd(unit_tokens, device.layout.page_tokens)
         units, unit_tokens = _cut(units, unit_tokens // fits), fits
-        per_block = self._block_tokens // unit_tokens
+        per_block = arena.layout.page_tokens // unit_tokens
         blocks = slots[:, None] * per_block + np.arange(per_block, dtype=np.int64)
         blocks = np.where(units == SKIP, SKIP, blocks)
         if self._to_device:
@@ -283,12 +279,6 @@ def _row_error(error: TierError) -> RowError:
     if isinstance(error, CorruptBlock):
         return RowError.CORRUPT
     return RowError.MISSING if isinstance(error, BlockMissing) else RowError.IO
-
-
-def _select_layers(view: KVView, layers: Sequence[int]) -> KVView:
-    """Return a view of some layers of ``view``, in the given order."""
-    planes = tuple(view.layout.planes[layer] for layer in layers)
-    return KVView(replace(view.layout, planes=planes), view.tensors)
 
 
 def _positions(layers: Sequence[int], op: TransferOp) -> list[int]:

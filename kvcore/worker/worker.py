@@ -22,7 +22,8 @@ from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, Stream, device_of
 from kvcore.memory.device_region import DeviceRegion
 from kvcore.memory.layout import DeviceGroup, KVView
-from kvcore.memory.points import NO_POINTS, PointCopies, SlotPlace
+from kvcore.memory.points import NO_POINTS, PointCopies
+from kvcore.memory.runs import SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier

@@ -17,7 +17,8 @@ from kvcore.memory.copy import DeviceOps
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView
-from kvcore.memory.points import RowCopy, SlotPlace, row_copies, row_view
+from kvcore.memory.points import RowCopy, row_copies, row_view
+from kvcore.memory.runs import SlotPlace
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 
@@ -213,7 +214,7 @@ def test_pages_of_the_right_size_are_taken() -> None:
     ids=lambda pages: f"{tuple(pages.shape)}-{pages.dtype}",
 )
 def test_pages_that_are_not_one_run_of_the_right_size_are_refused(pages: torch.Tensor) -> None:
-    with pytest.raises(LayoutError, match=r"states of conv are pages of shape .* 24 bytes"):
+    with pytest.raises(LayoutError, match=r"cache of conv has pages of shape .* 24 bytes"):
         row_copies(POINT, {3: [pages]})
 
 
@@ -223,7 +224,7 @@ def test_pages_that_are_not_one_run_of_the_right_size_are_refused(pages: torch.T
     ids=["one axis", "no page", "a list", "nothing"],
 )
 def test_what_is_not_one_tensor_of_pages_is_refused(pages: Any) -> None:
-    with pytest.raises(LayoutError, match="states of conv are not one tensor of pages"):
+    with pytest.raises(LayoutError, match="cache of conv is not one tensor of pages"):
         row_copies(POINT, {3: [pages]})
 
 
