@@ -58,7 +58,8 @@ NO_PLACE = SlotPlace(0)
 class PagesInBlock:
     """Where the pages of some caches lie in a block. See `kvcore.model.packed`.
 
-    Each cache has ``pages`` pages, one after another, of ``nbytes[i]`` bytes from ``offsets[i]`` on.
+    Each cache has ``pages`` pages, one after another: cache ``i`` from byte ``offsets[i]`` on, of
+    ``nbytes[i]`` bytes each.
     """
 
     pages: int

@@ -211,6 +211,18 @@ class ModelIdentity:
             younger=True,
         )
     )
+    packed: object | None = field(
+        default=None,
+        metadata=_told(
+            "what decides the format of pages that are stored as the engine has them: two caches "
+            "in a layer, layers with unlike heads, scales beside the values, packed latents",
+            vllm="its version, the device, the settings and variables that choose kernels, the "
+            "layout, the number of ranks and the bytes of each layer's page",
+            sglang="such models run untouched",
+            trtllm="such models run untouched",
+            younger=True,
+        ),
+    )
     own: object | None = field(
         metadata=_told(
             "settings that only this engine has",

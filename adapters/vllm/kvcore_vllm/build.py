@@ -47,6 +47,7 @@ from kvcore_vllm.handover import Handover
 from kvcore_vllm.identity import draft_of, media_identity
 from kvcore_vllm.layout import group_view
 from kvcore_vllm.leader import Leader
+from kvcore_vllm.packed import packed_view
 from kvcore_vllm.round_trip import verify
 from kvcore_vllm.worker import WorkerConnector
 
@@ -85,7 +86,7 @@ def build_scheduler_side(
         recorder=recorder,
     )
     in_step = _recovers_in_step(vllm_config)
-    layerwise = loads_layerwise(config, vllm_config)
+    layerwise = loads_layerwise(config, vllm_config, model)
     planning = None
     if pace is not None:
         planning = build_planner(
@@ -131,16 +132,20 @@ def _media(vllm_config: VllmConfig) -> MediaIdentity | str:
         return str(error)
 
 
-def loads_layerwise(config: Config, vllm_config: VllmConfig) -> bool:
+def loads_layerwise(
+    config: Config, vllm_config: VllmConfig, model: ModelDescription | None
+) -> bool:
     """Return True if a forward waits for sync loads layer by layer.
 
     The replay of a full CUDA graph skips the waits inside the forward. It then waits for whole
     loads before, and to cut them would only make more copies. So it is with a draft model, whose
-    forwards have graphs of their own.
+    forwards have graphs of their own, and with caches that no attention waits for, such as the
+    index of sparse attention.
     """
     graphs = vllm_config.compilation_config.cudagraph_mode
     full = graphs is not None and graphs.has_full_cudagraphs()
-    return config.vllm.layerwise and not full and draft_of(vllm_config) is None
+    packed = model is not None and model.packed is not None
+    return config.vllm.layerwise and not (full or packed) and draft_of(vllm_config) is None
 
 
 def _recovers_in_step(vllm_config: VllmConfig) -> bool:
@@ -192,8 +197,9 @@ def build_worker_connector(
     vllm_config: VllmConfig,
     model: ModelDescription,
     kv_caches: dict[str, torch.Tensor],
+    num_blocks: int,
 ) -> WorkerConnector:
-    """Build the worker of this rank.
+    """Build the worker of this rank. ``num_blocks`` is the number of vLLM's pages.
 
     Raises UnsupportedError or LayoutError if KV cannot be copied correctly. Nothing may be stored
     then.
@@ -201,8 +207,11 @@ def build_worker_connector(
     rank = vllm_config.parallel_config.rank % model.world_size
     shape = model.rank_shape(rank)
     groups = [group for group in model.rank_groups(rank) if group.layers]
-    views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
-    _verify(config, vllm_config, groups, views, shape)
+    if model.packed is not None:
+        views = [packed_view(kv_caches, group, model.packed, num_blocks) for group in groups]
+    else:
+        views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
+        _verify(config, vllm_config, groups, views, shape)
     states, windows = None, {}
     if model.point is not None:
         states = {s.group: [kv_caches[name] for name in s.names] for s in model.point.states}

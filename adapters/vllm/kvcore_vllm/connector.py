@@ -169,8 +169,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        self._layerwise = loads_layerwise(self._config, self._vllm_config)
         self._model = self._describe()
+        self._layerwise = loads_layerwise(self._config, self._vllm_config, self._model)
         if self._model is not None and role is KVConnectorRole.SCHEDULER:
             attempt("the check of vLLM's release", tell_untried, None)
             self._scheduler = self._build_scheduler(self._model)
@@ -267,7 +267,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Go on with blocks of ``tokens``, which fit the model."""
         wanted = self._config.block.tokens
         if tokens != wanted:
-            _log.info("block.tokens is %d, not %d: blocks must end where states do", tokens, wanted)
+            _log.info(
+                "block.tokens is %d, not %d: blocks end where states or pages do", tokens, wanted
+            )
             block = self._config.block.model_copy(update={"tokens": tokens})
             self._config = self._config.model_copy(update={"block": block})
 
@@ -363,7 +365,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._model is None:  # the leader may have read the model all the same
             return None
         try:
-            return build_worker_connector(self._config, self._vllm_config, self._model, kv_caches)
+            return build_worker_connector(
+                self._config,
+                self._vllm_config,
+                self._model,
+                kv_caches,
+                self._kv_cache_config.num_blocks,
+            )
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
             return None

@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from kvcore.errors import UnsupportedError
@@ -28,8 +27,10 @@ from kvcore.model.points import PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.engine import verdict
-from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity
+from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity, packed_identity
+from kvcore_vllm.packed import PLAIN_QUANTISATION, packed_pages, why_packed
 from kvcore_vllm.probes import STATES
+from kvcore_vllm.specs import first_specs, leaf_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,8 +51,8 @@ _SERVED_DRAFTS = ("draft_model", "eagle", "eagle3", "mtp")
 _DRAFT_PREFIXES = ("draft_model.", "mtp.")
 """Begin the names of the layers of a draft model that counts its layers from 0."""
 
-_SERVED_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
-"""vLLM's modes whose pages hold K and V only. The other modes pack scales beside the values."""
+_Place = tuple[bool, int, str]
+"""Whether a layer is one of a draft model, its number, and its name."""
 
 
 def describe(
@@ -75,8 +76,13 @@ def describe(
         _check_states(vllm_config, states)
         step = _boundary_step(vllm_config, kv_cache_config)
         block_tokens = gcd(block_tokens, step)
+    order = _layer_order(kv_cache_config, windows)
+    if states and len({place[:2] for place in order}) < len(order):
+        raise UnsupportedError(f"states beside two caches in a layer: {[n for *_, n in order]}")
+    if why := "" if states else why_packed(vllm_config, kv_cache_config, order):
+        return _describe_packed(vllm_config, kv_cache_config, block_tokens, order, why)
     stages = _stages(vllm_config)
-    groups = _groups(kv_cache_config, windows)
+    groups = _groups(kv_cache_config, windows, order)
     if stages:
         groups = (_whole_group(groups, stages),)
     specs = _served_specs(kv_cache_config, windows)
@@ -122,6 +128,35 @@ def describe(
         tuple(_window_group(vllm_config, kv_cache_config, i, block_tokens) for i in windows),
     )
     return replace(plain, point=point)
+
+
+def _describe_packed(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    block_tokens: int,
+    order: Sequence[_Place],
+    why: str,
+) -> ModelDescription:
+    """Return the description of a model whose pages are stored as they are, for the reason ``why``.
+
+    A block is raised to a whole number of pages. Raises UnsupportedError if kvcore cannot serve it.
+    """
+    names = [name for *_, name in order]
+    packed = packed_pages(vllm_config, kv_cache_config, names, why)
+    specs, ranks = first_specs(kv_cache_config), vllm_config.parallel_config.tensor_parallel_size
+    replicated = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    identity = model_identity(
+        vllm_config, specs, packed=packed_identity(vllm_config, kv_cache_config, packed, names)
+    )
+    _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
+    return ModelDescription(
+        packed.shape(packed.block_tokens(block_tokens), 1 if replicated else ranks),
+        _groups(kv_cache_config, (), order),
+        identity.fingerprint,
+        ranks,
+        alone=identity.alone,
+        packed=packed,
+    )
 
 
 def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -280,12 +315,6 @@ def _check_speculation(vllm_config: VllmConfig) -> None:
             f"draft_tensor_parallel_size={told} with "
             f"tensor_parallel_size={parallel.tensor_parallel_size}: kvcore serves equal ones"
         )
-    heads = [c.get_total_num_kv_heads() for c in (vllm_config.model_config, draft)]
-    if not draft.use_mla and heads[0] != heads[1]:
-        raise UnsupportedError(
-            f"a draft model of {heads[1]} KV heads beside a model of {heads[0]}: kvcore serves "
-            "layers with equal heads"
-        )
 
 
 def lookahead(vllm_config: VllmConfig) -> int:
@@ -359,25 +388,28 @@ def _dtype_of(spec: AttentionSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
 
 
-def _order(name: str) -> tuple[bool, int, str]:
+def _order(name: str) -> _Place:
     """Order the layers of a model. A draft model counts its layers on, or anew from 0."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     return name.startswith(_DRAFT_PREFIXES), extract_layer_index(name), name
 
 
-def _groups(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """Return vLLM's groups; those of ``windows`` have no layers of blocks."""
+def _layer_order(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> list[_Place]:
+    """Return the layers of blocks in order. Raises UnsupportedError for groups of another use."""
     found: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(group)
         if type(group.kv_cache_spec) is not MambaSpec and index not in windows:
             found += group.layer_names
-    order = sorted(found, key=_order)
-    numbers = [_order(name)[1] for name in order if not name.startswith(_DRAFT_PREFIXES)]
-    if len(set(numbers)) < len(numbers):
-        raise UnsupportedError(f"two caches in a layer: {order}")
-    canonical = {name: i for i, name in enumerate(order)}
+    return sorted(map(_order, found))
+
+
+def _groups(
+    kv_cache_config: KVCacheConfig, windows: Sequence[int], order: Sequence[_Place]
+) -> tuple[LayerGroup, ...]:
+    """Return vLLM's groups; those of ``windows`` have no layers of blocks."""
+    canonical = {name: i for i, (*_, name) in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if type(group.kv_cache_spec) is MambaSpec:
@@ -446,9 +478,10 @@ def _check_spec(spec: Any) -> None:
     if spec.page_size_padded not in (None, spec.unpadded_page_size_bytes):
         raise UnsupportedError(f"{kind} with padded pages")
     mode = spec.kv_quant_mode.name
-    if mode not in _SERVED_QUANTISATION:
+    if mode not in PLAIN_QUANTISATION:
         raise UnsupportedError(
-            f"KV quantisation {mode}: kvcore serves {' and '.join(_SERVED_QUANTISATION)}"
+            f"KV quantisation {mode} beside states or windows: kvcore serves "
+            f"{' and '.join(PLAIN_QUANTISATION)} there"
         )
     if mode == "NONE" and spec.dtype.itemsize == 1:
         raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
@@ -458,10 +491,3 @@ def _window_of(spec: Any) -> int:
     """Return the tokens of a layer's window; 0 if it looks at all tokens."""
     found = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
     return int(found or 0)
-
-
-def leaf_specs(group: Any) -> list[Any]:
-    spec = group.kv_cache_spec
-    if type(spec) is UniformTypeKVCacheSpecs:
-        return list(spec.kv_cache_specs.values())
-    return [spec]

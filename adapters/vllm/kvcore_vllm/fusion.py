@@ -61,8 +61,9 @@ def ropes_of(vllm_config: VllmConfig, model: ModelDescription) -> tuple[Rope | N
     check_architecture([config.architecture], ARCHITECTURES)
     if not model.single_group or model.shape.kv_factor != 2:
         raise UnsupportedError(
-            "latent attention (MLA), and models that drop pages behind a window, are not supported "
-            "by fusion, which needs K and V of every token in every layer; "
+            "latent attention (MLA), pages of vLLM's own format, and models that drop pages behind "
+            "a window, are not supported by fusion, which needs K and V of every token in every "
+            "layer; "
             f"{PREFIXES_ONLY}"
         )
     if len(model.stages) > 1:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +20,23 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvcore.model.identity import Weights, rope_rule, weights_identity
 from kvcore.model.ingredients import MediaIdentity, ModelIdentity, kv_fields, split_config
 from kvcore.model.weights import fingerprint_code, fingerprint_files
+from kvcore_vllm.specs import layout_of
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["WITHOUT_DRAFT", "draft_of", "media_identity", "model_identity", "quantised_type"]
+    from kvcore.model.packed import PackedPages
+
+__all__ = [
+    "WITHOUT_DRAFT",
+    "device_kind",
+    "draft_of",
+    "media_identity",
+    "model_identity",
+    "packed_identity",
+    "quantised_type",
+]
 
 _FILE_FORMATS = frozenset(
     {"auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral"}
@@ -39,6 +54,9 @@ WITHOUT_DRAFT = ("ngram", "ngram_gpu", "suffix")
 _WRITTEN_BY_WORKERS = frozenset({"total_num_heads", "total_num_kv_heads"})
 """Fields that vLLM adds to a quantisation config while it loads the weights."""
 
+_FORMATS = re.compile("ATT|MLA|ROCM|AITER|GEMM|FLASH|KV_CACHE_LAYOUT|CPU_(?!KVCACHE|OMP)")
+"""Environment variables of vLLM that may choose kernels, and with them the format of a page."""
+
 _ROPES_WRITTEN = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
 """Types of rope that vLLM's DeepSeek models write into their config while they load, for those that
 were there."""
@@ -54,12 +72,13 @@ def model_identity(
     specs: list[AttentionSpec],
     states: Sequence[Any] = (),
     windows: Sequence[Any] = (),
+    packed: object | None = None,
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
     ``states`` are the specs of the caches of its states, one a group, and ``windows`` those of its
-    windows, if resume points keep them. Raises UnsupportedError if
-    the weights cannot be read.
+    windows, if resume points keep them. ``packed`` is the `packed_identity` of pages that are
+    stored as they are. Raises UnsupportedError if the weights cannot be read.
     """
     model = vllm_config.model_config
     whole, text = _configs(model)
@@ -83,6 +102,7 @@ def model_identity(
         lora=_lora(vllm_config),
         draft=draft,
         states=_points(vllm_config, states, windows),
+        packed=packed,
         own=_own(vllm_config),
         alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
     )
@@ -274,6 +294,55 @@ def _states(specs: Sequence[Any]) -> object | None:
         for spec in specs
     ]
     return ["vllm", vllm.__version__, *found] if found else None
+
+
+def packed_identity(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    packed: PackedPages,
+    names: Sequence[str],
+) -> object:
+    """Return what decides the format of pages that are stored as vLLM has them."""
+    import vllm
+
+    attention = vllm_config.attention_config
+    return {
+        "vllm": vllm.__version__,
+        "device": device_kind(),
+        "settings": kv_fields(dataclasses.asdict(attention)),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("VLLM_") and _FORMATS.search(name)
+        },
+        "types": [str(vllm_config.cache_config.cache_dtype), str(vllm_config.model_config.dtype)],
+        "layout": layout_of(vllm_config, kv_cache_config),
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+        "tokens": packed.page_tokens,
+        "pages": [[name, n] for name, n in zip(names, packed.page_nbytes, strict=True)],
+    }
+
+
+def device_kind() -> list[str]:
+    """Return the kind of the device, which decides how attention arranges its cache."""
+    import torch
+    from vllm.platforms import current_platform
+
+    found = [str(current_platform.device_type)]
+    if found == ["cpu"]:
+        return [*found, platform.machine(), torch.backends.cpu.get_cpu_capability(), str(_amx())]
+    try:
+        found.append(str(current_platform.get_device_capability()))
+    except Exception as error:  # noqa: BLE001 - a platform of a plugin may not tell
+        found.append(type(error).__name__)
+    return found
+
+
+def _amx() -> bool:
+    import torch
+
+    told = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(told is not None and told())
 
 
 def _attention(vllm_config: VllmConfig) -> object | None:

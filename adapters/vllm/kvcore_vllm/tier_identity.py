@@ -16,8 +16,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcore.errors import UnsupportedError
 from kvcore.model.keys import canonical_bytes
-from kvcore_vllm.describe import leaf_specs
-from kvcore_vllm.identity import model_identity
+from kvcore_vllm.identity import device_kind, model_identity
+from kvcore_vllm.specs import leaf_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,7 +107,7 @@ def rows_identity(engine: Starting, told: OffloadingConfig, row_nbytes: int) -> 
     found = {
         "model": model.fingerprint,
         "vllm": vllm.__version__,  # which may change a layout
-        "device": _device(),
+        "device": device_kind(),
         "backend": str(getattr(config.attention_config, "backend", None)),
         "runner": str(config.use_v2_model_runner),
         "groups": [[group.layer_names, _spec(group.kv_cache_spec)] for group in groups],
@@ -131,18 +131,6 @@ def _keys(config: VllmConfig, told: OffloadingConfig) -> list[object]:
     name = config.cache_config.prefix_caching_hash_algo
     seed = resolve_none_hash_seed(get_hash_fn_by_name(name))
     return [str(name), hashlib.sha256(seed.encode()).digest(), told.cache.tokens_per_hash]
-
-
-def _device() -> list[str]:
-    """Return the kind of the device, which decides how attention arranges its cache."""
-    from vllm.platforms import current_platform
-
-    found = [str(current_platform.device_type)]
-    try:
-        found.append(str(current_platform.get_device_capability()))
-    except Exception as error:  # noqa: BLE001 - a platform of a plugin may not tell
-        found.append(type(error).__name__)
-    return found
 
 
 def _spec(spec: Any) -> list[object]:

@@ -24,11 +24,11 @@ def test_full_graphs_wait_for_whole_loads(mode: Any, wanted: bool) -> None:
         compilation_config=SimpleNamespace(cudagraph_mode=mode), speculative_config=None
     )
     full = mode is not None and "FULL" in mode.name
-    assert loads_layerwise(config, vllm_config) == (wanted and not full)
+    assert loads_layerwise(config, vllm_config, None) == (wanted and not full)
     vllm_config.speculative_config = SimpleNamespace(method="ngram")
-    assert loads_layerwise(config, vllm_config) == (wanted and not full)
+    assert loads_layerwise(config, vllm_config, None) == (wanted and not full)
     vllm_config.speculative_config = SimpleNamespace(method="mtp", draft_model_config=object())
-    assert not loads_layerwise(config, vllm_config), "the draft's forwards wait for no layer"
+    assert not loads_layerwise(config, vllm_config, None), "the draft's forwards wait for no layer"
 
 
 @pytest.mark.parametrize("layerwise", [True, False])

@@ -1,0 +1,264 @@
+"""Models whose pages are stored as they are, from vLLM's own specs and its own plans of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
+
+from kvcore.errors import UnsupportedError
+from kvcore.harness.models import tiny_model
+from kvcore.model.spec import ModelDescription
+from kvcore_vllm.build import loads_layerwise
+from kvcore_vllm.describe import describe
+from kvcore_vllm.packed import packed_view
+
+Specs = Mapping[str, Any]
+LAYERS, PAGES = 3, 5
+
+
+@cache
+def model() -> Path:
+    return tiny_model("llama", layers=LAYERS, heads=4, kv_heads=2, head_dim=64)
+
+
+def config(layout: str = "LBHNC", ranks: int = 1) -> VllmConfig:
+    made = EngineArgs(str(model()), enforce_eager=True).create_engine_config()
+    made.cache_config.kv_cache_layout = layout  # type: ignore[assignment]
+    made.parallel_config.tensor_parallel_size = ranks
+    return made
+
+
+def full(heads: int = 2, dim: int = 64, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    return FullAttentionSpec(block_size=32, num_kv_heads=heads, head_size=dim, dtype=dtype, **more)
+
+
+def latent(dim: int = 576, dtype: Any = torch.bfloat16, **more: Any) -> Any:
+    given: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": dim, "dtype": dtype}
+    return MLAAttentionSpec(**given | more)
+
+
+def layers(*kinds: tuple[str, Callable[[int], Any]]) -> Specs:
+    """Specs by name: each of ``kinds`` in every layer for which it makes one."""
+    found = {}
+    for layer in range(LAYERS):
+        for name, make in kinds:
+            if (spec := make(layer)) is not None:
+                found[f"model.layers.{layer}.self_attn.{name}"] = spec
+    return found
+
+
+def sparse(dtype: Any = torch.bfloat16, **more: Any) -> Specs:
+    """As DeepSeek V3.2: latents, and keys and scales of the index, in every layer."""
+    index = latent(132, torch.uint8)
+    return layers(
+        ("attn", lambda _: latent(dtype=dtype, **more)), ("indexer.k_cache", lambda _: index)
+    )
+
+
+PACKED = {
+    "sparse": sparse(),
+    "sparse fp8": sparse(torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
+    "latents in fp8": layers(
+        ("attn", lambda _: latent(dtype=torch.uint8, state_content_bytes=656)),
+    ),
+    "heads": layers(("attn", lambda layer: full(2 if layer else 4))),
+    "two caches": layers(("attn", lambda _: full()), ("side", lambda _: full(1, 32))),
+    "an index in some layers": layers(
+        ("attn", lambda _: latent()),
+        ("indexer.k_cache", lambda layer: latent(132, torch.uint8) if layer else None),
+    ),
+    "padded": layers(("attn", lambda _: full(page_size_padded=20480))),
+    "compressed": layers(("attn", lambda _: latent(tokens_per_state=4))),
+    **{
+        mode.name: layers(
+            ("attn", lambda _, mode=mode: full(dtype=torch.uint8, kv_quant_mode=mode))
+        )
+        for mode in KVQuantMode
+        if mode.name not in ("NONE", "FP8_PER_TENSOR")
+    },
+}
+
+
+def planned(specs: Specs, made: VllmConfig) -> tuple[KVCacheConfig, KVCacheConfig]:
+    """What vLLM tells a worker, and what it tells the scheduler."""
+    [worker] = get_kv_cache_configs(made, [dict(specs)], [64 << 20])
+    return worker, generate_scheduler_kv_cache_config([worker])
+
+
+def memory(told: KVCacheConfig, specs: Specs) -> dict[str, torch.Tensor]:
+    """The layers' tensors, as vLLM cuts them from its memory: ``[pages, content]`` of bytes."""
+    whole = torch.randint(0, 256, (told.kv_cache_tensors[0].size,), dtype=torch.uint8)
+    return {
+        name: whole.as_strided(
+            (told.num_blocks, specs[name].unpadded_page_size_bytes),
+            (part.block_stride, 1),
+            part.offset + place * part.layer_stride,
+        )
+        for part in told.kv_cache_tensors
+        for place, name in enumerate(part.layers)
+    }
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_leader_and_workers_say_the_same_of_every_kind(kind: str, layout: str) -> None:
+    """The leader is told one spec for all layers that share a page table."""
+    made, specs = config(layout), PACKED[kind]
+    worker, scheduler = planned(specs, made)
+    found = describe(made, worker, 16)
+    assert found == describe(made, scheduler, 16)
+    packed = found.packed
+    assert packed is not None
+    names = found.groups[0].names
+    assert sorted(names) == sorted(specs)
+    assert packed.page_nbytes == tuple(specs[name].page_size_bytes for name in names)
+    [size] = {spec.block_size for spec in specs.values()}
+    assert found.shape.block_tokens == packed.page_tokens == size
+    assert loads_layerwise(_layerwise(), made, found) is False
+
+
+def _layerwise() -> Any:
+    from kvcore.config import load_config
+
+    return load_config(overrides={"vllm": {"layerwise": True}}, env={})
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_view_has_each_byte_of_each_page(kind: str, layout: str) -> None:
+    made, specs = config(layout), PACKED[kind]
+    worker, _ = planned(specs, made)
+    found = describe(made, worker, 16)
+    [group], packed = found.groups, found.packed
+    assert packed is not None
+    caches = memory(worker, specs)
+    view = packed_view(caches, group, packed, worker.num_blocks)
+    for position, name in enumerate(group.names):
+        [plane] = view.layout.planes[position]
+        data = view.tensors[plane.tensor].numpy()
+        for page in (0, worker.num_blocks - 1):
+            content = caches[name][page].numpy()
+            assert np.array_equal(data[page, : len(content)], content), name
+            assert len(data[page]) == specs[name].page_size_bytes
+
+
+def test_pages_that_kernels_cut_are_whole_again() -> None:
+    made, specs = config(), PACKED["two caches"]
+    worker, _ = planned(specs, made)
+    found = describe(made, worker, 16)
+    assert found.packed is not None
+    caches = memory(worker, specs)
+    cut = {name: pages.reshape(4 * len(pages), -1) for name, pages in caches.items()}
+    view = packed_view(cut, found.groups[0], found.packed, worker.num_blocks)
+    assert view.layout.num_pages == worker.num_blocks
+    for tensor, name in zip(view.tensors, found.groups[0].names, strict=True):
+        assert torch.equal(tensor, caches[name])
+
+
+def test_plain_models_are_not_packed() -> None:
+    plain = layers(("attn", lambda _: full()))
+    for specs in (plain, layers(("attn", lambda _: latent()))):
+        for layout in ("LBHNC", "LBNHC", "BLHNC", "LHBNC", "BHLNC"):
+            made = config(layout)
+            for told in planned(specs, made):
+                assert describe(made, told, 16).packed is None, layout
+
+
+def described(specs: Specs, ranks: int = 1, tokens: int = 16) -> ModelDescription:
+    made = config(ranks=ranks)
+    worker, scheduler = planned(specs, made)
+    found = describe(made, worker, tokens)
+    assert found == describe(made, scheduler, tokens)
+    return found
+
+
+def test_ranks_have_shares_of_their_own_unless_all_keep_the_same() -> None:
+    assert described(PACKED["sparse"], ranks=2).shape.kv_heads == 1
+    found = described(PACKED["INT8_PER_TOKEN_HEAD"], ranks=2)
+    assert found.shape.kv_heads == 2
+    assert found.packed is not None
+    assert found.rank_shape(1).nbytes >= sum(found.packed.page_nbytes)
+
+
+def test_a_block_is_raised_to_whole_pages() -> None:
+    tokens = [described(PACKED["sparse"], tokens=wanted).shape.block_tokens for wanted in (16, 100)]
+    assert tokens == [64, 128]
+
+
+def test_the_fingerprint_names_what_decides_the_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {kind: described(specs).fingerprint for kind, specs in PACKED.items()}
+    assert len(set(found.values())) == len(found)
+    before = found["sparse"]
+    assert described(PACKED["sparse"]).fingerprint == before
+    assert described(PACKED["sparse"], ranks=2).fingerprint != before
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.__version__", "0.99")
+        assert described(PACKED["sparse"]).fingerprint != before
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_ROCM_USE_AITER_MLA", "0")
+        assert described(PACKED["sparse"]).fingerprint != before
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcore_vllm.identity.device_kind", lambda: ["cuda", "(9, 0)"])
+        assert described(PACKED["sparse"]).fingerprint != before
+    assert (
+        before
+        != describe(config("BLNHC"), planned(PACKED["sparse"], config("BLNHC"))[0], 16).fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        (
+            layers(
+                ("attn", lambda layer: full() if layer else None),
+                ("window", lambda layer: None if layer else SlidingWindowSpec(
+                    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16,
+                    sliding_window=64, page_size_padded=20480,
+                )),
+                ("side", lambda layer: full() if layer else None),
+            ),
+            "beside a cache of type SlidingWindowSpec",
+        ),
+        (layers(("attn", lambda layer: full(dtype=torch.int8 if layer else torch.uint8))), "format"),
+    ],
+)  # fmt: skip
+def test_what_is_no_whole_page_of_every_token_is_refused(specs: Specs, why: str) -> None:
+    made = config()
+    worker, _ = planned(specs, made)
+    with pytest.raises(UnsupportedError, match=why):
+        describe(made, worker, 16)
+
+
+def test_pipeline_stages_and_mixed_ranks_are_refused() -> None:
+    made = config()
+    worker, _ = planned(PACKED["sparse"], made)
+    made.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(UnsupportedError, match="two caches in a layer with pipeline_parallel"):
+        describe(made, worker, 16)
+    mixed = layers(("attn", lambda _: full()), ("latent", lambda _: latent(block_size=32)))
+    made = config(ranks=2)
+    worker, _ = planned(mixed, made)
+    with pytest.raises(UnsupportedError, match="latents beside K and V, on 2 ranks"):
+        describe(made, worker, 16)
+
+
+def test_modes_are_those_of_vllm() -> None:
+    assert get_kv_quant_mode("auto") is KVQuantMode.NONE

@@ -1,0 +1,222 @@
+"""Models whose pages kvcore stores as they are, on vLLM: two caches in a layer, and unlike heads.
+
+vLLM's kernels for sparse attention and for scales beside values need a GPU. So layers of Llama get
+a second attention here (`tests/engines/sides`): two caches of one layer that have unlike sizes and
+share a page table, of which vLLM tells its scheduler one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvcore.harness.compare import answers, assert_same_answers, settle_and_empty
+from kvcore.harness.compare import small_engine as engine
+from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
+from kvcore.harness.prompts import words
+from kvcore_devtools.server_fixture import RunningServer
+from kvcore_devtools.server_fixture import settings as server_settings
+from kvcore_vllm.testing.rig import V2
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+
+HERE = Path(__file__).parent
+VOCABULARY, PAGE = 512, 32
+ANSWER = 12
+
+
+class Kind(NamedTuple):
+    """A kind of model, and how it is started."""
+
+    sides: bool
+    args: dict[str, Any]
+    env: Mapping[str, str] = MappingProxyType({})
+    python: str = ""
+
+
+SMALL = {"block_size": PAGE}
+KINDS = {
+    "sides": Kind(True, SMALL),
+    "sides-v2": Kind(True, SMALL, V2),
+    "sides-ranks": Kind(True, {**SMALL, "tensor_parallel_size": 2}),
+    "sides-0.30": Kind(True, SMALL, python="vllm-0.30"),
+    "sides-0.33": Kind(True, SMALL, python="vllm-0.33"),
+    # The draft has heads of its own, fewer than the model's.
+    "draft": Kind(False, SMALL),
+}
+DAILY = ("sides",)
+NIGHTLY = [name for name in KINDS if name not in DAILY]
+
+
+class Served(NamedTuple):
+    """A running engine. ``mistake`` is the file that has kvcore leave caches out."""
+
+    process: EngineProcess
+    kind: Kind
+    mistake: Path
+
+    def ask(self, prompts: Sequence[Sequence[int]], salt: str, batch: int = 1) -> list[Generation]:
+        return answers(
+            self.process, prompts, batch=batch, cache_salt=salt, logprobs=True, max_tokens=ANSWER
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*DAILY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def folder(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+@pytest.fixture(scope="module")
+def served(kind: Kind, folder: Path) -> Iterator[Served]:
+    with started(kind, folder) as process:
+        yield Served(process, kind, folder / "mistake")
+
+
+def started(kind: Kind, folder: Path | None, more: dict[str, Any] | None = None) -> Any:
+    """An engine with kvcore, or without it where no folder is given."""
+    config, options = None, dict(kind.args)
+    if folder is not None:
+        disk = {"disk": {"path": str(folder / "kv"), "capacity": "256MiB"}}
+        config = {"host": {"capacity": "64MiB"}, **(more or disk)}
+    else:
+        options["enable_prefix_caching"] = False
+    env = {**kind.env}
+    if kind.sides:
+        env["PYTHONPATH"] = os.pathsep.join([str(HERE / "sides"), os.environ.get("PYTHONPATH", "")])
+        env["KVCORE_SIDES"] = str(folder / "mistake") if folder is not None else ""
+        model = tiny_model("llama", layers=3, heads=4, kv_heads=2, vocabulary=VOCABULARY)
+    else:
+        model = tiny_model("llama", layers=3, heads=4, kv_heads=4, vocabulary=VOCABULARY)
+        draft = tiny_model("llama", layers=1, heads=4, kv_heads=1, vocabulary=VOCABULARY)
+        told = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        options["speculative_config"] = told
+    python = {"python": kind.python} if kind.python else {}
+    return engine(model, config, env=env, **python, **options)
+
+
+def prompt(seed: int, length: int = 300) -> list[int]:
+    return words(seed, length, range(1, VOCABULARY - 8))
+
+
+def held(tokens: int) -> int:
+    """The tokens of a stored prompt that come back: whole blocks, and not its last token."""
+    return (tokens - 1) // PAGE * PAGE
+
+
+def assert_same(got: Sequence[Generation], right: Sequence[Generation]) -> None:
+    """With float32 a wrong byte shows in the log-probabilities before it changes a token."""
+    assert_same_answers(got, right)
+    for mine, theirs in zip(got, right, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+def test_answers_are_those_of_the_engine_alone(served: Served) -> None:
+    """Cold, from host memory, and where two prompts part."""
+    first = [prompt(i, 200 + 70 * i) for i in range(3)]
+    forked = [[*asked[:150], *prompt(10 + i, 60)] for i, asked in enumerate(first)]
+    with started(served.kind, None) as alone:
+        right = [
+            answers(alone, asked, logprobs=True, max_tokens=ANSWER) for asked in (first, forked)
+        ]
+    assert len({str(answer.token_ids) for answer in right[0]}) == len(first)
+    assert_same(served.ask(first, "alone"), right[0])
+    settle_and_empty(served.process)
+    warm = served.ask(first, "alone")
+    assert_same(warm, right[0])
+    assert [answer.tiers for answer in warm] == [{"host": held(len(asked))} for asked in first]
+    settle_and_empty(served.process)
+    parting = served.ask(forked, "alone")
+    assert_same(parting, right[1])
+    assert [answer.tiers for answer in parting] == [{"host": 150 // PAGE * PAGE}] * 3
+
+
+def test_many_at_once_and_aborts(served: Served) -> None:
+    prompts = [prompt(30 + i, 400 - 50 * i) for i in range(6)]
+    cold = served.ask(prompts, "one at a time")
+    settle_and_empty(served.process)
+    for _ in range(2):
+        assert_same_answers(served.ask(prompts, "together", batch=6), cold)
+        settle_and_empty(served.process)
+    calls: list[Future[Generation]] = [
+        served.process.submit(asked, 8, cache_salt="together", abort_after=i % 3)
+        for i, asked in enumerate(prompts)
+    ]
+    for call in calls:
+        call.result(600)
+    settle_and_empty(served.process)
+    warm = served.ask(prompts, "together")
+    assert_same(warm, cold)
+    assert [answer.reused_tokens for answer in warm] == [held(len(one)) for one in prompts]
+
+
+def test_a_cache_that_is_left_out_shows(served: Served) -> None:
+    """Without this the tests above would prove nothing."""
+    if not served.kind.sides:
+        pytest.skip("a draft never changes an answer")
+    asked = [prompt(50)]
+    cold = served.ask(asked, "left out")
+    settle_and_empty(served.process)
+    served.mistake.touch()
+    try:
+        spoiled = served.ask(asked, "left out")
+    finally:
+        served.mistake.unlink()
+    assert spoiled[0].reused_tokens
+    settle_and_empty(served.process)
+    assert spoiled[0].logprobs != pytest.approx(cold[0].logprobs, abs=1e-4)
+    settle_and_empty(served.process)
+    assert_same(served.ask(asked, "left out"), cold)
+
+
+def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path: Path) -> None:
+    """It starts another engine, on a copy of the disk."""
+    prompts = [prompt(60), prompt(61, 200)]
+    cold = served.ask(prompts, "restart")
+    served.process.settle()
+    shutil.copytree(folder / "kv", tmp_path / "kv")
+    with started(served.kind, tmp_path) as process:
+        warm = served._replace(process=process).ask(prompts, "restart")
+        assert_same(warm, cold)
+        assert [answer.tiers for answer in warm] == [{"disk": held(len(one))} for one in prompts]
+
+
+@pytest.mark.exhaustive
+def test_a_server_and_a_store_give_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> None:
+    """On two ranks that have parts of their own, kvcore stands aside behind a server."""
+    options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
+    far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
+    disk = {"path": str(tmp_path / "disk"), "capacity": "256MiB"}
+    config = server_settings(tmp_path / "kv", disk=disk, host={"capacity": "64MiB"})
+    address = {"server": config.server.model_dump(mode="json")}
+    apart = kind.args.get("tensor_parallel_size", 1) > 1
+    asked = [prompt(80), prompt(81, 200)]
+    for tier, settings, place in (("far", far, "far"), ("disk", address, "served")):
+        for turn in range(2):
+            with closing(RunningServer(config)), started(kind, tmp_path, settings) as process:
+                served = Served(process, kind, tmp_path / "mistake")
+                cold = served.ask(asked, "cold")
+                warm = served.ask(asked, place)
+                assert_same(warm, cold)
+                if turn and not (apart and settings is address):
+                    found = [answer.tiers for answer in warm]
+                    assert found == [{tier: held(len(one))} for one in asked]
+                process.settle()
