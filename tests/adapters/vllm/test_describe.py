@@ -90,14 +90,6 @@ def test_plain_kv_is_shared_with_other_engines(dtype: str) -> None:
     assert found.alone == ()
 
 
-@pytest.mark.parametrize(
-    "mode", [m for m in KVQuantMode if m.name not in ("NONE", "FP8_PER_TENSOR")]
-)
-def test_other_quantisation_is_refused_by_name(mode: KVQuantMode) -> None:
-    with pytest.raises(UnsupportedError, match=mode.name):
-        describe(vllm_config(), told(spec_of(dtype=torch.uint8, kv_quant_mode=mode)), 16)
-
-
 def test_bytes_without_a_format_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"torch\.int8"):
         describe(vllm_config(), told(spec_of(dtype=torch.int8)), 16)
@@ -241,12 +233,6 @@ def test_kv_beside_a_draft_is_other_kv() -> None:
         (
             {"speculative_config__draft_parallel_config__tensor_parallel_size": 2},
             "draft_tensor_parallel_size=2 with tensor_parallel_size=1",
-        ),
-        (
-            {
-                "speculative_config__draft_model_config__get_total_num_kv_heads": lambda: 1,
-            },
-            "a draft model of 1 KV heads beside a model of 2",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
     KVQuantMode,
     MambaSpec,
     SlidingWindowSpec,
@@ -28,8 +29,9 @@ from kvcore.errors import UnsupportedError
 from kvcore.harness.models import tiny_model, tiny_vision_model
 from kvcore.model.identity import weights_identity
 from kvcore.model.ingredients import MediaIdentity, ModelIdentity, ingredients
+from kvcore.model.packed import PackedPages
 from kvcore_vllm.build import _media
-from kvcore_vllm.identity import media_identity, model_identity
+from kvcore_vllm.identity import media_identity, model_identity, packed_identity
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "rope_theta": 1e4}
 
@@ -75,6 +77,15 @@ def states(**given: Any) -> MambaSpec:
 def hybrid(*specs: MambaSpec) -> ModelIdentity:
     """Return the identity of a model with attention and with these states."""
     return model_identity(config(), [spec()], specs)
+
+
+def packed(*nbytes: int, tokens: int = 32, cache_dtype: str = "auto") -> ModelIdentity:
+    """Return the identity of a model whose pages are stored as they are."""
+    made, names = config(), [f"model.layers.{i}.attn" for i in range(len(nbytes))]
+    made.cache_config.cache_dtype = cache_dtype
+    told = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[])
+    format_of = packed_identity(made, told, PackedPages(tokens, nbytes), names)
+    return model_identity(made, [spec()], packed=format_of)
 
 
 def edited(tmp_path: Path) -> Path:
@@ -255,6 +266,13 @@ CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
             hybrid(states(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)),
         ),
         lambda: (hybrid(states()), of_vllm("0.31.7", lambda: hybrid(states()))),
+    ],
+    "packed": [
+        lambda: (identity(config()), packed(64, 32)),
+        lambda: (packed(64, 32), packed(32, 64)),
+        lambda: (packed(64, 32), packed(64, 32, tokens=16)),
+        lambda: (packed(64, 32), packed(64, 32, cache_dtype="fp8_ds_mla")),
+        lambda: (packed(64, 32), of_vllm("0.31.7", lambda: packed(64, 32))),
     ],
     "own": [
         lambda: (identity(config()), identity(having(_set("additional_config", {"x": 1})))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,6 @@ from vllm.v1.kv_cache_interface import (
     KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    get_kv_quant_mode,
 )
 
 from kvcore.errors import UnsupportedError
@@ -38,8 +38,13 @@ def model() -> Path:
     return tiny_model("llama", layers=LAYERS, heads=4, kv_heads=2, head_dim=64)
 
 
+@cache
+def plain_config() -> VllmConfig:
+    return EngineArgs(str(model()), enforce_eager=True).create_engine_config()
+
+
 def config(layout: str = "LBHNC", ranks: int = 1) -> VllmConfig:
-    made = EngineArgs(str(model()), enforce_eager=True).create_engine_config()
+    made = copy.deepcopy(plain_config())
     made.cache_config.kv_cache_layout = layout  # type: ignore[assignment]
     made.parallel_config.tensor_parallel_size = ranks
     return made
@@ -217,10 +222,8 @@ def test_the_fingerprint_names_what_decides_the_format(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr("kvcore_vllm.identity.device_kind", lambda: ["cuda", "(9, 0)"])
         assert described(PACKED["sparse"]).fingerprint != before
-    assert (
-        before
-        != describe(config("BLNHC"), planned(PACKED["sparse"], config("BLNHC"))[0], 16).fingerprint
-    )
+    other = config("BLNHC")
+    assert describe(other, planned(PACKED["sparse"], other)[0], 16).fingerprint != before
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,13 @@ def test_the_fingerprint_names_what_decides_the_format(monkeypatch: pytest.Monke
             ),
             "beside a cache of type SlidingWindowSpec",
         ),
-        (layers(("attn", lambda layer: full(dtype=torch.int8 if layer else torch.uint8))), "format"),
+        (
+            layers(
+                ("attn", lambda _: full(dtype=torch.int8)),
+                ("side", lambda _: full(1, dtype=torch.int8)),
+            ),
+            "no known format",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_no_whole_page_of_every_token_is_refused(specs: Specs, why: str) -> None:
@@ -258,7 +267,3 @@ def test_pipeline_stages_and_mixed_ranks_are_refused() -> None:
     worker, _ = planned(mixed, made)
     with pytest.raises(UnsupportedError, match="latents beside K and V, on 2 ranks"):
         describe(made, worker, 16)
-
-
-def test_modes_are_those_of_vllm() -> None:
-    assert get_kv_quant_mode("auto") is KVQuantMode.NONE
