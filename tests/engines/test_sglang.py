@@ -170,6 +170,7 @@ def test_attention_for_benchmarks_answers_alike(
 # -- tiers, ranks and pages -----------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_answer_alike_from_host_memory(reference: Ask, written: Written) -> None:
     assert_same_answers(written.cold, reference(written.asked))
     assert_same_answers(written.warm, reference(written.asked))

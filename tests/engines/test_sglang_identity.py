@@ -88,6 +88,7 @@ def test_engines_that_differ_in_one_thing_find_nothing(
         assert_all_from("disk", got, [(len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts])
 
 
+@pytest.mark.exhaustive
 def test_weights_that_are_updated_in_place_find_nothing_of_before(
     model: Path, tmp_path: Path
 ) -> None:

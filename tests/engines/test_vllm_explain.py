@@ -149,6 +149,7 @@ def causes(record: dict[str, Any]) -> list[str]:
     return [miss["cause"] for miss in record["misses"]]
 
 
+@pytest.mark.exhaustive
 def test_each_way_a_request_can_go(served: Served) -> None:
     first, *others, last = served.documents
 

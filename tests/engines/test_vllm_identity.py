@@ -146,6 +146,7 @@ def _differ_in_one_setting(
     assert alone == [True, False, False, False, False, False]
 
 
+@pytest.mark.exhaustive
 def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path) -> None:
     """Its keys began with a text. The picture came later, and its pages were taken away then."""
     pictures = []

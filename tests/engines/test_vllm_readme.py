@@ -152,6 +152,7 @@ def address(beside_vllm: Shell, model: Path, port: int, tmp_path: Path) -> Itera
         process.wait()
 
 
+@pytest.mark.exhaustive
 def test_the_server_lines(address: str, model: Path, tmp_path: Path) -> None:
     limit = time.monotonic() + START_S
     while True:

@@ -52,6 +52,7 @@ def test_model_runner_v2_answers_as_v1_does_and_loads(model: Path) -> None:
     assert all(answer.reused_tokens >= 48 for answer in warm)
 
 
+@pytest.mark.exhaustive
 def test_a_graph_in_pieces_answers_as_eager_layers_do_and_loads(model: Path) -> None:
     prompts = windows(model, 2, 60, 100, seed=10)
     with engine(model, None) as process:

@@ -133,6 +133,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         yield made
 
 
+@pytest.mark.exhaustive
 def test_one_blends_what_the_other_learnt_and_a_killed_server_changes_no_answer(
     pair: Pair, texts: Texts
 ) -> None:

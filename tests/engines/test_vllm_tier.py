@@ -92,13 +92,8 @@ def check_a_restart(kind: str, folder: Path, **args: Any) -> list[Generation]:
     return cold
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gpt_oss",
-        *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("llama", "gemma3")),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama", "gemma3"])
 def test_a_restart_finds_what_was_stored(kind: str, tmp_path: Path) -> None:
     check_a_restart(kind, tmp_path)
 

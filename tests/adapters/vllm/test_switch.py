@@ -195,6 +195,7 @@ for more in ({}, {"kv_transfer_config": other}):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_vllms_own_configuration() -> None:
     """No engine starts. `tests/engines/test_vllm_switch.py` starts one."""
     pytest.importorskip("vllm")

@@ -78,6 +78,7 @@ def test_a_killed_server_or_client_leaves_whole_blocks_and_right_answers(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_traffic_with_faults_leaves_nothing_behind(tmp_path: Path) -> None:
     """12 seconds; `python -m kvcore_devtools.soak --minutes 30` does more."""
     said = run("soak", "--minutes", "0.2", "--seed", "2", "--folder", str(tmp_path))

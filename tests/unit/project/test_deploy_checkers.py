@@ -51,6 +51,7 @@ def checkov(framework: str, *arguments: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkov_finds_no_fault_with_what_is_installed(tmp_path: Path) -> None:
     for name, values in VARIANTS.items():
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump_all(rendered(values)))
