@@ -40,7 +40,8 @@ def model() -> Path:
 
 @cache
 def plain_config() -> VllmConfig:
-    return EngineArgs(str(model()), enforce_eager=True).create_engine_config()
+    args = EngineArgs(str(model()), enforce_eager=True, max_model_len=512)
+    return args.create_engine_config()
 
 
 def config(layout: str = "LBHNC", ranks: int = 1) -> VllmConfig:
@@ -103,7 +104,7 @@ PACKED = {
 
 def planned(specs: Specs, made: VllmConfig) -> tuple[KVCacheConfig, KVCacheConfig]:
     """What vLLM tells a worker, and what it tells the scheduler."""
-    [worker] = get_kv_cache_configs(made, [dict(specs)], [64 << 20])
+    [worker] = get_kv_cache_configs(made, [dict(specs)], [8 << 20])
     return worker, generate_scheduler_kv_cache_config([worker])
 
 
