@@ -74,6 +74,13 @@ class _RemoteItem(NamedTuple):
     remote: Remote
 
 
+class _Loan(NamedTuple):
+    """A lease of another node, and the positions of the items that were read under it."""
+
+    lease: int
+    positions: list[int]
+
+
 class PeerStore(BlockStore):
     """The memory of all nodes. With ``rank`` None, the store only looks up and deletes.
 
@@ -327,23 +334,21 @@ class PeerStore(BlockStore):
         asked_at = time.monotonic()
         request = Lease([items[position].name for position in absent])
         asked = self.peers.ask(dict.fromkeys(at, request))
-        read: dict[str, list[int]] = {}
-        for answer in asked.values():
-            if isinstance(answer, TierUnavailable):
-                for position in absent:  # this node may be the one that has them
-                    if isinstance(results[position], BlockMissing):
-                        results[position] = _Unreachable(str(answer))
+        silent = {a: said for a, said in asked.items() if isinstance(said, TierUnavailable)}
+        for error in silent.values():  # each of these nodes may be the one that has them
+            for position in absent:
+                if isinstance(results[position], BlockMissing):
+                    results[position] = _Unreachable(str(error))
+        loans: dict[str, _Loan] = {}
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 leased = _fitting(items, absent, answer, results)
-                leased_until = asked_at + answer.seconds
-                error = self._read(address, answer.agent, items, leased, leased_until)
-                for one in leased:
-                    results[one.position] = error
-                read[address] = [one.position for one in leased]
-        used = {address: asked[address] for address in read}
-        gone = self._end_leases(used, items, read, results)
-        return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
+                until = asked_at + answer.seconds
+                outcome = self._read(address, answer.agent, items, leased, until)
+                loans[address] = _Loan(answer.lease, [one.position for one in leased])
+                for position in loans[address].positions:
+                    results[position] = outcome
+        return asked.keys() - silent.keys() - self._end_leases(loans, items, results)
 
     def _read(
         self,
@@ -383,30 +388,28 @@ class PeerStore(BlockStore):
 
     def _end_leases(
         self,
-        asked: Mapping[str, Reply | TierUnavailable],
+        loans: Mapping[str, _Loan],
         items: Sequence[Item],
-        read: Mapping[str, Sequence[int]],
         results: list[TierError | None],
     ) -> set[str]:
-        """End the leases of all nodes, and return the nodes that did not answer.
+        """End the leases of these nodes, and return the nodes that did not answer.
 
         Values read under a lease that had expired may be wrong, and become BlockMissing. If a node
         does not answer, its values are kept: their checksums tell whether they are right.
         """
         gone: set[str] = set()
-        used = {a: Done(leased.lease) for a, leased in asked.items() if isinstance(leased, Leased)}
-        for address, answer in self.peers.ask(used).items():
+        ended = self.peers.ask({address: Done(loan.lease) for address, loan in loans.items()})
+        for address, answer in ended.items():
+            positions = loans[address].positions
             if isinstance(answer, TierUnavailable):
                 gone.add(address)
-                for position in read[address]:
-                    if results[position] is not None:
-                        results[position] = _Unreachable(str(results[position]))
-            if isinstance(answer, Ended) and not answer.held:
-                for position in read[address]:
-                    if results[position] is None:
-                        results[position] = BlockMissing(
-                            f"the lease of {items[position].name} at {address} expired too early"
-                        )
+                for position in (p for p in positions if results[p] is not None):
+                    results[position] = _Unreachable(str(results[position]))
+            elif isinstance(answer, Ended) and not answer.held:
+                for position in (p for p in positions if results[p] is None):
+                    results[position] = BlockMissing(
+                        f"the lease of {items[position].name} at {address} expired too early"
+                    )
         return gone
 
     def _warn_of_other_models(self, names: Sequence[str]) -> None:
