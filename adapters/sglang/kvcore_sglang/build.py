@@ -1,4 +1,4 @@
-"""Composes the parts of a rank from a config: the only module that knows every part."""
+"""Composes the parts of an SGLang rank from a config: the only module that knows every part."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from kvcore.errors import (
 )
 from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.nixl import LANE_NBYTES, nixl_module
+from kvcore.memory.nixl import CHANNEL_NBYTES, nixl_module
 from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.peer.agent import Agent, Remote
@@ -228,9 +228,9 @@ class PeerStore(BlockStore):
         if self.lent is None:
             return TierUnavailable(f"{item.name} cannot be stored: only ranks lend memory")
         nbytes = nbytes_of(item.parts)
-        if nbytes > LANE_NBYTES:
+        if nbytes > CHANNEL_NBYTES:
             return SlotError(
-                f"given {nbytes} bytes as {item.name}; supported are at most {LANE_NBYTES}"
+                f"given {nbytes} bytes as {item.name}; supported are at most {CHANNEL_NBYTES}"
             )
         try:
             self._started()
@@ -370,7 +370,7 @@ class PeerStore(BlockStore):
             if leased and not agent.knows(owner):
                 self._meet(agent, address, owner)
             until = min(time.monotonic() + self._options.timeout_s, leased_until)
-            for together in _lanes_of(leased):
+            for together in _channels_of(leased):
                 with agent.read(owner, [one.remote for one in together], until) as values:
                     for one, value in zip(together, values, strict=True):
                         fill(items[one.position], value)
@@ -451,21 +451,21 @@ def _fitting(
         if place is None or results[position] is None:
             continue
         address, nbytes = place
-        if nbytes == nbytes_of(items[position].parts) <= LANE_NBYTES:
+        if nbytes == nbytes_of(items[position].parts) <= CHANNEL_NBYTES:
             wanted.append(_RemoteItem(position, Remote(address, nbytes)))
         else:
             results[position] = wrong_size(items[position], nbytes)
     return wanted
 
 
-def _lanes_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
+def _channels_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
     """Yield batches of items that fit one channel."""
     together: list[_RemoteItem] = []
-    room = LANE_NBYTES
+    room = CHANNEL_NBYTES
     for one in wanted:
         if one.remote.nbytes > room:
             yield together
-            together, room = [], LANE_NBYTES
+            together, room = [], CHANNEL_NBYTES
         together.append(one)
         room -= one.remote.nbytes
     if together:
