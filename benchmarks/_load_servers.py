@@ -251,7 +251,7 @@ def _offloading(
     def transfer(sizes: Sizes, folder: Path) -> dict[str, Any]:
         extra = {
             "spec_name": "TieringOnCpu",
-            "spec_module_path": "kvcore_vllm.testing.offloading",
+            "spec_module_path": "kvcore_devtools.vllm_offloading",
             "cpu_bytes_to_use": sizes.host_nbytes,
             "secondary_tiers": tiers(folder),
         }

@@ -4,7 +4,7 @@
 
 A blend of Llama-3-8B's shape runs with the Triton operations over memory of a CPU. Kernels are
 bound and looked up as for a GPU, and not launched (`kvcore_kernels.unlaunched`). The engine's
-layers compute nothing. `kvcore.testing.gpu.counting` counts what kvcore asks for besides them. The
+layers compute nothing. `kvcore_devtools.gpu.counting` counts what kvcore asks for besides them. The
 seconds are the CPU time of the thread.
 """
 
@@ -33,7 +33,7 @@ from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
 from kvcore.fusion.staging import ChunkStaging, PagedPrefix, PlacedChunks
 from kvcore.memory.layout import KVView, sglang_layout
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu.counting import Counts, DeviceCalls
+from kvcore_devtools.gpu.counting import Counts, DeviceCalls
 from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.unlaunched import unlaunched

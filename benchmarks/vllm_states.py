@@ -4,7 +4,7 @@
 
 The models are random ones of LFM2's, Qwen3-Next's and gpt-oss's kind. Of the last, whose windows
 are of 128 tokens, kvcore with dense windows is measured too. vLLM's connector has no copies for a
-CPU: those are the tests' (`kvcore_vllm.testing.offloading`), its scheduler and rows are its own.
+CPU: those are the tests' (`kvcore_devtools.vllm_offloading`), its scheduler and rows are its own.
 All engines are up, and each prompt is asked of one after the other, in an order that turns round.
 
 "miss" is a prompt that nobody has seen. "hit" is the same one after the engine's own cache was
@@ -58,7 +58,7 @@ def contenders(kind: str, tokens: int) -> Iterator[dict[str, EngineProcess]]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieringOnCpu",
-            "spec_module_path": "kvcore_vllm.testing.offloading",
+            "spec_module_path": "kvcore_devtools.vllm_offloading",
             "cpu_bytes_to_use": HOST_BYTES,
         },
     }

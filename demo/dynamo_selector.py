@@ -1,4 +1,4 @@
-"""Dynamo's router as a child process: `demo.router` runs this file with .venvs/routers.
+"""Dynamo's router as a child process: `demo.fleet` runs this file with .venvs/routers.
 
     in    {"workers": [{...}, ...]}       engines, as Dynamo's catalogue has them
     in    {"token_ids": [...], "selection_id": "..."}

@@ -1,4 +1,4 @@
-"""Creates .venvs/routers: the routers that demo/router.py puts in front of engines.
+"""Creates .venvs/routers: the routers that demo/fleet.py puts in front of engines.
 
     python3 -m tools.env_routers            create it, or bring it up to date
     python3 -m tools.env_routers --check    report whether it is up to date (exit code 1 if not)

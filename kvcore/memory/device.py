@@ -2,7 +2,7 @@
 
 All that kvcore asks of a GPU goes through a `Device`. An implementation is chosen by the type of a
 torch device (`device_of`), so tests can put one in the place of a GPU that is not there
-(`kvcore.testing.gpu`).
+(`kvcore_devtools.gpu`).
 
     host thread ── issues ──▶ stream ── record ──▶ event
                                                      ├── a stream waits: the host goes on

@@ -17,9 +17,9 @@ from kvcore._util.optional import client_module
 from kvcore.errors import TierUnavailable
 from kvcore.memory.hugepages import Pages
 
-LANE_NBYTES = 16 << 20
-"""Bytes of a lane: registered memory that the transfers of one call use. Only the lanes that are
-used are ever touched."""
+CHANNEL_NBYTES = 16 << 20
+"""Bytes of a channel: registered memory that the transfers of one call use. Only the channels that
+are used are ever touched."""
 DONE, RUNNING = "DONE", "PROC"
 
 _FILES_ADVICE = (

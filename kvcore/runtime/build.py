@@ -254,21 +254,13 @@ def build_manager(
     plugins.check(config)
     slots = host_slots(config, model)
     backings = prepare_backings(config, geometry(model), plugins)
-    host = TierSpec(
-        HOST, slots.indexed, plugins.policy(config.host.policy), config.host.policy_options
-    )
+    policy = plugins.policy(config.host.policy)
+    host = TierSpec(HOST, slots.indexed, policy, config.host.policy_options)
     index = BlockIndex([host, *(found.spec for found in backings)])
-    not_taken = {found.spec.name: _restore(index, found) for found in backings}
     metrics = Metrics("leader", enabled=config.metrics.enabled)
-    for found in backings:
-        if found.prepared.torn:
-            metrics.refused_block(found.spec.name, Mismatch.CORRUPT.value, found.prepared.torn)
-    chosen = {} if points is None else {"told": without_rows}
-    events = open_events(config, index, metrics, data_parallel_rank, **chosen)
+    not_taken = {found.spec.name: _restore(index, found, metrics) for found in backings}
+    events = _open_events(config, index, metrics, data_parallel_rank, points, on_event)
     feed = None if events is None else events.feed
-    listener = _both(on_event, feed)
-    if listener is not None:
-        index.watch(listener if points is None else partial(_tell_blocks, listener))
     manager = KVManager(
         index,
         transport,
@@ -301,6 +293,26 @@ def build_manager(
     outside = [] if events is None else [events.close]
     releases = [*outside, *(found.prepared.release for found in backings)]
     return ManagerParts(manager, metrics, backings, plugins, releases, events, tenants=tenants)
+
+
+def _open_events(
+    config: Config,
+    index: BlockIndex,
+    metrics: Metrics,
+    data_parallel_rank: int | None,
+    points: PointRows | None,
+    on_event: Callable[[Event], None] | None,
+) -> RunningPublisher | None:
+    """Have the index's events told to ``on_event`` and, if ``[events]`` says so, to the publisher.
+
+    Returns the publisher, started.
+    """
+    chosen = {} if points is None else {"told": without_rows}
+    events = open_events(config, index, metrics, data_parallel_rank, **chosen)
+    listener = _both(on_event, None if events is None else events.feed)
+    if listener is not None:
+        index.watch(listener if points is None else partial(_tell_blocks, listener))
+    return events
 
 
 def _tell_blocks(tell: Callable[[Event], None], event: Event) -> None:
@@ -342,11 +354,13 @@ def _both(
     return both
 
 
-def _restore(index: BlockIndex, found: PreparedBacking) -> list[int]:
-    """Add the blocks that a lower tier still holds to the index.
+def _restore(index: BlockIndex, found: PreparedBacking, metrics: Metrics) -> list[int]:
+    """Add the blocks that a lower tier still holds to the index, and count those that are torn.
 
     Returns the slots of dropped records that lie beyond the tier's present size.
     """
+    if found.prepared.torn:
+        metrics.refused_block(found.spec.name, Mismatch.CORRUPT.value, found.prepared.torn)
     lost = index.admin.restore(found.spec.name, found.prepared.records)
     _log.info(
         "tier restored name=%s blocks=%d dropped=%d slots=%d",

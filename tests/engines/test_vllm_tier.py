@@ -1,7 +1,7 @@
 """kvcore below vLLM's own offloading, in real engines: models with windows, states, and neither.
 
 vLLM's scheduler, keys and rows are its own; only the copies between its cache and the rows are the
-test's, because vLLM has none for a CPU (`kvcore_vllm.testing.offloading`).
+test's, because vLLM has none for a CPU (`kvcore_devtools.vllm_offloading`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AS_NEAR = 1e-3
 
 
 def offloaded(folder: Path, **more: Any) -> dict[str, Any]:
-    from kvcore_vllm.testing.offloading import offloading
+    from kvcore_devtools.vllm_offloading import offloading
 
     disk = {"path": str(folder / "kv"), "capacity": "1GiB"}
     return {"kv_transfer_config": offloading({"disk": disk}, **more)}

@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams
 
 from kvcore.harness.prompts import windows
 from kvcore.runtime.page_jobs import PageJobs
-from kvcore_vllm.testing.offloading import offloading
+from kvcore_devtools.vllm_offloading import offloading
 
 INSIDE = {
     "lookup": "find",

@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("zmq")
 pytest.importorskip("rich")
 
-from demo.router import BLOCK, MODEL, ROUTERS_PYTHON, Dynamo, HttpRouter, start_routers
+from demo.fleet import BLOCK, MODEL, ROUTERS_PYTHON, Dynamo, HttpRouter, start_routers
 from kvcore.config import load_config
 from kvcore.events.open import RunningPublisher, open_events
 from kvcore.index import BlockIndex, Event, TierSpec

@@ -17,8 +17,8 @@ from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, unit_tokens
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import Machine, installed
-from kvcore.testing.gpu.device import RecordedEvent
+from kvcore_devtools.gpu import Machine, installed
+from kvcore_devtools.gpu.device import RecordedEvent
 from kvcore_kernels.copy import launch, naive
 from kvcore_kernels.ops import KernelOps, TritonOps
 from kvcore_kernels.planes import Words, plane_table, widen

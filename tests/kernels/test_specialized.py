@@ -19,7 +19,7 @@ import torch
 from kvcore.memory.copy import HeadRange
 from kvcore.memory.copy.link import Way
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import Machine, installed
+from kvcore_devtools.gpu import Machine, installed
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.pack.launch import pack_blocks, unpack_blocks
 from kvcore_kernels.testing import ORDERS, arena_view, vllm_view

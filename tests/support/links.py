@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvcore.memory.hugepages import PAGE
 from kvcore.memory.layout import KVView
-from kvcore.testing.gpu import Machine
-from kvcore.testing.gpu.device import on_device
-from kvcore.testing.gpu.memory import Spans, span, together
+from kvcore_devtools.gpu import Machine
+from kvcore_devtools.gpu.device import on_device
+from kvcore_devtools.gpu.memory import Spans, span, together
 
 __all__ = ["on_gpu", "on_host"]
 

@@ -11,11 +11,11 @@ import torch
 from kvcore.memory.copy.base import Copy
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import GpuRank, ManualMachine, RecordingDevice, RecordingOps, installed
-from kvcore.testing.gpu.device import RecordedStream
 from kvcore.testing.waiting import PATIENCE_S
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.transfer.plan import Chain, build_load, build_save, layer_steps
+from kvcore_devtools.gpu import GpuRank, ManualMachine, RecordingDevice, RecordingOps, installed
+from kvcore_devtools.gpu.device import RecordedStream
 
 SHAPE = BlockShape(3, 2, 8, 16, "float32")
 PAGES = SLOTS = 8

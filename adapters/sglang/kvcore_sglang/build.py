@@ -1,4 +1,4 @@
-"""Composes the parts of a rank from a config: the only module that knows every part."""
+"""Composes the parts of an SGLang rank from a config: the only module that knows every part."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvcore_sglang.describe import Rank, Served
 from kvcore_sglang.fusion import SglangLayers
 from kvcore_sglang.fusion_scheduler import SglangFusionScheduler
 from kvcore_sglang.leader import Leader
-from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, gather_words, join, open_links
+from kvcore_sglang.ranks import Follower, NoLinks, RankLinks, first_problem, join, open_links
 from kvcore_sglang.worker import WorkerConnector
 
 
@@ -122,11 +122,11 @@ def _on_all(
     try:
         made = make()
     except Exception as error:
-        gather_words(rank, str(error) or type(error).__name__)
+        first_problem(rank, str(error) or type(error).__name__)
         raise
-    if problems := [word for word in gather_words(rank, "") if word]:
+    if problem := first_problem(rank, ""):
         made[1].close()
-        raise UnsupportedError(f"another rank cannot move KV: {problems[0]}")
+        raise UnsupportedError(f"another rank cannot move KV: {problem}")
     return made
 
 

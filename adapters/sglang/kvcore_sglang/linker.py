@@ -24,22 +24,20 @@ from kvcore import log
 from kvcore.config import Config, load_config
 from kvcore.connector.control import FREE, ControlReader, RequestControl, without_kvcore
 from kvcore.connector.guard import Guard, Neutral, attempt, covered
-from kvcore.errors import ConfigError, EngineMustEnd, KVCoreError, PagesInUse, RankLostError
+from kvcore.errors import EngineMustEnd, PagesInUse, RankLostError
 from kvcore.model.keys import Namespace
-from kvcore.telemetry.metrics import Data, Metrics, PrometheusSink
+from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import TransferGraph
 from kvcore_sglang import hooks
 from kvcore_sglang.books import Offer, Tokens
-from kvcore_sglang.build import Fusable, Parts, build
-from kvcore_sglang.describe import Served, describe, find_rank
-from kvcore_sglang.fusion import SglangLayers, ropes_of
+from kvcore_sglang.build import Parts
 from kvcore_sglang.fusion_scheduler import Asking, asking_of, wishes_of
 from kvcore_sglang.gate import FAILED_BATCH, LayerGate
-from kvcore_sglang.identity import find_model
 from kvcore_sglang.leader import Leader
 from kvcore_sglang.messages import Order
 from kvcore_sglang.plugin import linker_base
-from kvcore_sglang.ranks import gather_words
+from kvcore_sglang.ranks import first_problem
+from kvcore_sglang.start import start
 
 _log = logging.getLogger("kvcore.sglang")
 _T = TypeVar("_T")
@@ -50,22 +48,6 @@ _COPIES = frozenset({"load", "start_layer_wise_loading", "finish_layer_wise_load
 """What starts copies into the engine's pages, or waits for them."""
 LAND_S = 30.0
 """Longest wait of a cache flush for copies from and to the engine's pages, in seconds."""
-
-
-def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:
-    """Return what adds counts to the engine's own Prometheus metrics; None if they are off."""
-    if not params.enable_metrics:
-        return None
-    sink = PrometheusSink(("model_name",))
-    name = str(getattr(server_args, "served_model_name", None) or server_args.model_path)
-    return lambda counted: sink.apply(counted, (name,))
-
-
-def _problem(error: Exception) -> str:
-    """Return an error in words, and log the trace of an unforeseen one."""
-    if not isinstance(error, (KVCoreError, OSError)):
-        _log.warning("unforeseen at the start: %s", error, exc_info=error)
-    return str(error) or type(error).__name__
 
 
 _LinkerBase: Any = linker_base()
@@ -146,7 +128,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
                 "sglang.keep_on_flush is false, and SGLang has no --admin-api-key: every client "
                 "can erase every tier with /flush_cache"
             )
-        self._parts = self._build(server_args, params, components)
+        self._parts = start(self._config, server_args, params, components, forward_stream)
         worker = self._parts.worker if self._parts else None
         self.layer_done_counter = LayerGate(
             worker,
@@ -171,77 +153,6 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         self._stopped = ""
         """Why kvcore has stopped on this rank, after an error; empty before."""
         hooks.linkers.add(self)
-
-    def _build(self, server_args: Any, params: Any, components: set[Any]) -> Parts | None:
-        """Build leader and worker of this rank; return None on all ranks if one cannot serve.
-
-        A collective.
-        """
-        served: Served | None = None
-        problem = ""
-        try:
-            hooks.check()
-            served = describe(server_args, params, components, self._config.block.tokens)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait, and the engine goes on
-            problem = _problem(error)
-        problems = [word for word in gather_words(find_rank(params), problem) if word]
-        if problems or served is None:
-            _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
-            return None
-        fusable = self._fusable(server_args, params, served)
-        parts: Parts | None = None
-        wrong: ConfigError | None = None
-        try:
-            publish = _publisher(server_args, params)
-            parts = build(
-                self._config,
-                served,
-                self.forward_stream,
-                publish,
-                fusable,
-                times_forwards=hooks.fit(hooks.TIME_HOOKS),
-            )
-        except ConfigError as error:
-            wrong, problem = error, str(error)
-        except RankLostError:  # the others wait for this rank in another call
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            problem = _problem(error)
-        # A wrong size shows on every rank. A server that refuses shows on the leader's only.
-        problems = [word for word in gather_words(served.rank, problem) if word]
-        if not problems:
-            return parts
-        if parts is not None:
-            parts.close()
-        if wrong is not None:
-            raise wrong
-        _log.warning("kvcore stands aside, the model runs without it: %s", problems[0])
-        return None
-
-    def _fusable(self, server_args: Any, params: Any, served: Served) -> Fusable | None:
-        """Return the model for blends; None on all ranks if fusion is off or cannot serve it.
-
-        A collective if fusion is on.
-        """
-        if not self._config.fusion.enabled:
-            return None
-        found: Fusable | None = None
-        problem = ""
-        try:
-            hooks.check_fusion()
-            ropes = ropes_of(served, server_args)
-            model = find_model(params.token_to_kv_pool_allocator.get_kvcache())
-            most = int(getattr(server_args, "chunked_prefill_size", None) or 0)
-            buffers = served.pool.view.tensors
-            layers = SglangLayers(model, buffers, most if most > 0 else None, served.rank.ranks)
-            found = Fusable(layers, ropes)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait, and the engine goes on
-            problem = _problem(error)
-        problems = [word for word in gather_words(served.rank, problem) if word]
-        if problems:
-            _log.warning("exact prefixes only: %s", problems[0])
-            return None
-        return found
 
     @property
     def leader(self) -> Leader | None:
@@ -377,7 +288,7 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         """
         gate = self.layer_done_counter
         landed = gate.finish(gate.start(graphs))
-        if not any(gather_words(parts.served.rank, "" if landed else "failed")):
+        if not first_problem(parts.served.rank, "" if landed else "failed"):
             return True
         self.refuse([rid])
         return False
@@ -640,11 +551,11 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
             "the wait for copies", lambda: parts.worker.quiesce(LAND_S), otherwise=False
         )
         word = "" if landed else "copies of pages did not end when the cache was flushed"
-        problems = [found for found in gather_words(parts.served.rank, word) if found]
+        problem = first_problem(parts.served.rank, word)
         if self.leader is None:
             return
-        if problems:
-            self.leader.disable(problems[0])
+        if problem:
+            self.leader.disable(problem)
         self._guarded(None, self._forget)
         self._changed = False
 

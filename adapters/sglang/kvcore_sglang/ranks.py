@@ -265,13 +265,16 @@ class Follower:
                 self._link.closed.wait(REPORT_WAIT_S / 10)
 
 
-def gather_words(rank: Rank, word: str) -> list[str]:
-    """Return the ``word`` of every rank, in order of rank. A collective: all ranks call it."""
-    if rank.group is None:
-        return [word]
-    words: list[Any] = [None] * rank.ranks
-    torch.distributed.all_gather_object(words, word, group=rank.group)
-    return words
+def first_problem(rank: Rank, problem: str) -> str:
+    """Return the ``problem`` of the first rank that has one; empty if none has.
+
+    A collective: all ranks call it.
+    """
+    problems: list[Any] = [problem]
+    if rank.group is not None:
+        problems = [None] * rank.ranks
+        torch.distributed.all_gather_object(problems, problem, group=rank.group)
+    return next((found for found in problems if found), "")
 
 
 def open_links(rank: Rank) -> SocketLinks:

@@ -1,4 +1,4 @@
-"""The data plane of one rank: it carries out orders around the engine's forward.
+"""The data plane inside an SGLang rank: it carries out orders around the engine's forward.
 
     load   start ──▶ wait_layer(0) ... wait_layer(n - 1) ──▶ finish       (layer by layer)
     blend  made before the forward, while its loads arrive

@@ -1,4 +1,4 @@
-"""Composes leader and worker from a config: the only module that knows every part."""
+"""Composes TensorRT-LLM's leader and worker from a config: this module knows every part."""
 
 from __future__ import annotations
 

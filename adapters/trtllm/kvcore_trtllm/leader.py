@@ -23,7 +23,6 @@ and the workers wait for it before the step touches the page.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -36,12 +35,11 @@ from kvcore.connector.guard import Guard, attempt
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.page_table import PageTables, of_its_group
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import KVCoreError
-from kvcore.manager import HOST, Hit, Readiness
+from kvcore.manager import HOST, Hit
 from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import Data, MissReason
-from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitTable
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore.worker import refuse
 from kvcore_trtllm.describe import Description
 from kvcore_trtllm.fusion_scheduler import TrtllmFusionScheduler
@@ -60,6 +58,7 @@ from kvcore_trtllm.requests import (
     wish_of,
 )
 from kvcore_trtllm.salt import Wish
+from kvcore_trtllm.staging import Staging
 
 _log = logging.getLogger("kvcore.trtllm.scheduler")
 
@@ -101,9 +100,12 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self.on_reuse: Callable[[int, dict[str, int]], None] | None = None
         self._page_tokens = model.facts.page_tokens
         self._outbox = outbox
-        self._lane = lane
+        self._staging = Staging(
+            self.manager, self._paging, len(model.groups), lane,
+            limit_s=min(settings.stage_wait_s, self._deadline_s), deadline_s=self._deadline_s,
+        )  # fmt: skip
         self._identity = RequestNamespaces(
-            self.namespaces, min(config.trtllm.stage_wait_s, self._deadline_s)
+            self.namespaces, min(settings.stage_wait_s, self._deadline_s)
         )
         self._controls = ControlReader(self.metrics)
         self._requests: dict[int, Tracked] = {}
@@ -285,43 +287,8 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         return self.manager.get_match(chain.keys, digest) if waited else hit
 
     def _bring(self, wanted: Iterable[tuple[Hit, int]]) -> bool:
-        """Load each hit's blocks up to the given one into host memory.
-
-        Waits for them for at most `trtllm.stage_wait_s` in all, and not beyond the deadline at
-        which loads are abandoned. Returns True if there was a load to wait for.
-        """
-        staged = [self._stage(hit, last) for hit, last in wanted]
-        graphs = [graph_id for graph_id in staged if graph_id is not None]
-        if self._lane is None:
-            return False
-        limit = time.monotonic() + min(self._config.trtllm.stage_wait_s, self._deadline_s)
-        for graph_id in graphs:
-            self.manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
-        return bool(graphs)
-
-    def _stage(self, hit: Hit, last: int) -> int | None:
-        """Launch a load of blocks up to ``last`` into host memory only; returns its graph's id.
-
-        Returns None if there is no room. If all blocks are there, the last is loaded into no page:
-        that makes the workers map a server's memory.
-        """
-        first = min(hit.in_host, last - 1)
-        if self.manager.can_load(hit, first, last) is not Readiness.READY:
-            return None
-        units: Sequence[UnitTable] = ()
-        try:
-            if hit.in_host < last:
-                planned = self.manager.plan_fetch(hit, last, deadline_s=self._deadline_s)
-            else:
-                units = self._paging.units([()] * len(self._model.groups), first, last)
-                planned = self.manager.plan_load(hit, Span(first, last))
-        except KVCoreError as error:  # an earlier load evicted its blocks
-            _log.debug("nothing staged: %s", error)
-            return None
-        if planned is None:
-            return None
-        lane = self._lane or self._plan.spills.append
-        return self.manager.launch(planned, units, lane=lane).graph_id
+        """Load each hit's blocks up to the given one into host memory; see `Staging.bring`."""
+        return self._staging.bring(wanted, self._plan.spills.append)
 
     def allocated(self, request: Any, pages: PageTables) -> None:
         """Note the allocated pages of a request, and plan its load if it parks."""

@@ -278,33 +278,44 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         load that cannot be planned is told as failed, and vLLM computes its tokens.
         """
         tracked = self._requests.get(request.request_id)
+        self._count_miss(request.request_id, tracked)
         offer = None
-        if (unserved := self._unserved.pop(request.request_id, None)) is not None:
-            self.recorder.missed(request.request_id, *unserved)
         if tracked is not None:
             offer, tracked.offer = tracked.offer, None
-            if tracked.count_miss is not None:
-                tracked.count_miss()
-                tracked.count_miss = None
         if external == 0:
             return
         try:
             if tracked is None or offer is None or external > offer.stop - offer.start:
                 raise TransferError(f"vLLM counts on {external} tokens, and was offered {offer}")
-            tracked.waits = not offer.in_step
-            tracked.load_tokens = min(external, offer.exact - offer.start)
-            if offer.blend is None:
-                self._launch_load(tracked, offer, blocks.get_block_ids(), external)
-            elif tracked.fusing is not None and tracked.fusing.due:
-                self._launch_blend(tracked, tracked.fusing, offer, blocks.get_block_ids(), external)
-            else:
-                raise TransferError("the blend was offered in an earlier step")
+            self._take_up(tracked, offer, blocks.get_block_ids(), external)
         except KVCoreError as error:
             _log.warning("load refused request=%s: %s", request.request_id, error)
             if offer is None and self._in_step:
                 raise  # it is not known how vLLM waits for them
             start = 0 if offer is None else offer.start
             self.lose(request, blocks, external, start, in_step=offer is not None and offer.in_step)
+
+    def _count_miss(self, request_id: str, tracked: Tracked | None) -> None:
+        """Count why a request that is scheduled now has found nothing, if it has."""
+        if (unserved := self._unserved.pop(request_id, None)) is not None:
+            self.recorder.missed(request_id, *unserved)
+        if tracked is not None and tracked.count_miss is not None:
+            tracked.count_miss()
+            tracked.count_miss = None
+
+    def _take_up(self, tracked: Tracked, offer: Offer, pages: PageTables, external: int) -> None:
+        """Launch the load or the blend of the first ``external`` tokens of an offer.
+
+        Raises KVCoreError if it cannot be planned.
+        """
+        tracked.waits = not offer.in_step
+        tracked.load_tokens = min(external, offer.exact - offer.start)
+        if offer.blend is None:
+            self._launch_load(tracked, offer, pages, external)
+        elif tracked.fusing is not None and tracked.fusing.due:
+            self._launch_blend(tracked, tracked.fusing, offer, pages, external)
+        else:
+            raise TransferError("the blend was offered in an earlier step")
 
     def lose(
         self, request: Request, blocks: KVCacheBlocks, external: int, start: int, *, in_step: bool

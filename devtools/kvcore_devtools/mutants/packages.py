@@ -78,6 +78,7 @@ PACKAGES: Mapping[str, Package] = {
     "trtllm": Package(
         (
             "adapters/trtllm/kvcore_trtllm/leader.py",
+            "adapters/trtllm/kvcore_trtllm/staging.py",
             "adapters/trtllm/kvcore_trtllm/worker.py",
         ),
         ("tests/adapters/trtllm",),

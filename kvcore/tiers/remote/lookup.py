@@ -244,6 +244,7 @@ class StoreFinder(Finder):
             self._ask_at(node, [query for query in round_ if query.node == node])
 
     def _ask_at(self, node: str, round_: Sequence[StoreQuery]) -> None:
+        """Look up what is due of these queries, and tell them what was found, or the error."""
         batches = [query.due() for query in round_]
         held: set[bytes] | None = None
         why = ""
@@ -266,10 +267,13 @@ class StoreFinder(Finder):
                     query.ended = query.failed = True
                 elif not query.ended:
                     query.take([key in held for key in batch])
-            ended = [query for query in round_ if query.ended]
-            self._open = [query for query in self._open if not query.ended]
-            self._answered += len(ended)
-            self._changed.notify_all()
+            self._count_ended(round_)
+
+    def _count_ended(self, round_: Sequence[StoreQuery]) -> None:
+        """Drop queries that have ended, and wake who waits. The caller holds the lock."""
+        self._open = [query for query in self._open if not query.ended]
+        self._answered += sum(query.ended for query in round_)
+        self._changed.notify_all()
 
     def _held(self, keys: Iterable[bytes], node: str) -> set[bytes]:
         """Return the blocks that the store holds completely, in any split."""

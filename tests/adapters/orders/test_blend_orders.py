@@ -18,9 +18,9 @@ from torch import Tensor
 from kvcore.connector.fusion_messages import BlendTime
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.fusion.plan import LayerKV
-from kvcore.testing.gpu import Machine, installed, queued_torch
 from kvcore.worker import KVWorker, WorkerLimits
 from kvcore.worker.streams import CopyStreams
+from kvcore_devtools.gpu import Machine, installed, queued_torch
 from support.orders.blends import BlendBooks, BlendRank, ToyLayers, blends_of
 from support.orders.finding import expect_none, find_fault
 from support.orders.vllm import VllmRunner

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.testing.gpu import Machine, installed
-from kvcore.testing.gpu.device import RecordedStream
-from kvcore.testing.gpu.memory import span
 from kvcore.transfer.graph import Path as Way
 from kvcore.transfer.graph import Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save
 from kvcore.worker.streams import IssuedCopies
+from kvcore_devtools.gpu import Machine, installed
+from kvcore_devtools.gpu.device import RecordedStream
+from kvcore_devtools.gpu.memory import span
 from support.orders.books import NAMESPACE
 from support.orders.disk import DirectBooks, disk_rank
 from support.orders.finding import expect_none, find_fault

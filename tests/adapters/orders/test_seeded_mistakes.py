@@ -20,7 +20,12 @@ from kvcore.memory.copy import link
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
-from kvcore.testing.gpu import (
+from kvcore.testing.waiting import until
+from kvcore.transfer.graph import TransferGraph
+from kvcore.transfer.plan import Chain, build_load, build_save
+from kvcore.worker import WorkerLimits
+from kvcore.worker.streams import CopyStreams
+from kvcore_devtools.gpu import (
     SHAPE,
     GpuRank,
     Machine,
@@ -28,13 +33,8 @@ from kvcore.testing.gpu import (
     RecordingOps,
     installed,
 )
-from kvcore.testing.gpu.device import RecordedEvent, RecordedStream, on_device
-from kvcore.testing.gpu.memory import spans_of
-from kvcore.testing.waiting import until
-from kvcore.transfer.graph import TransferGraph
-from kvcore.transfer.plan import Chain, build_load, build_save
-from kvcore.worker import WorkerLimits
-from kvcore.worker.streams import CopyStreams
+from kvcore_devtools.gpu.device import RecordedEvent, RecordedStream, on_device
+from kvcore_devtools.gpu.memory import spans_of
 from support.orders.books import NAMESPACE, Books, Step
 from support.orders.failing import fail_first_attempts
 from support.orders.finding import expect_none, find_fault

@@ -22,11 +22,11 @@ from kvcore.memory.copy.link import LinkOps, Way
 from kvcore.memory.hugepages import PAGE
 from kvcore.server import worker as served
 from kvcore.server.mapped import MappedArenas
-from kvcore.testing.gpu import Machine, RecordingDevice, installed
-from kvcore.testing.gpu.hosts import WatchedEngine
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import TransferGraph
 from kvcore.transfer.plan import Chain, build_save
+from kvcore_devtools.gpu import Machine, RecordingDevice, installed
+from kvcore_devtools.gpu.hosts import WatchedEngine
 from support.orders.books import NAMESPACE, Step
 from support.orders.finding import expect_none, find_fault
 from support.orders.served import ServedBooks, ServedRank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.testing.gpu import GpuRank, Machine, installed
 from kvcore.worker import WorkerLimits
+from kvcore_devtools.gpu import GpuRank, Machine, installed
 from support.orders.books import Books
 from support.orders.failing import fail_first_attempts
 from support.orders.sglang import SglangScheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.testing.gpu import GpuRank, Machine, installed
+from kvcore_devtools.gpu import GpuRank, Machine, installed
 from support.orders.books import Books
 from support.orders.trtllm import TrtllmExecutor
 

@@ -7,8 +7,8 @@ import pytest
 from kvcore.memory.copy import link
 from kvcore.memory.copy.link import Way
 from kvcore.memory.layout import Arrangement
-from kvcore.testing.gpu import SHAPE, GpuRank, Machine, RecordingOps, installed
 from kvcore.worker import WorkerLimits
+from kvcore_devtools.gpu import SHAPE, GpuRank, Machine, RecordingOps, installed
 from support.orders.books import Books
 from support.orders.vllm import VllmRunner
 

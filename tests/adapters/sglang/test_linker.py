@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from kvcore.config import Config  # noqa: E402
 from kvcore.connector.rank_guard import RankGuard  # noqa: E402
 from kvcore.errors import UnsupportedError  # noqa: E402
-from kvcore_sglang import build  # noqa: E402
+from kvcore_sglang import build, start  # noqa: E402
 from kvcore_sglang.describe import Rank  # noqa: E402  # the whole module needs torch
 from kvcore_sglang.gate import LayerGate  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
@@ -195,10 +195,10 @@ def test_a_rank_without_a_worker_is_not_waited_for(
     both, words = threading.Barrier(2), ["", ""]
     closed, warmed = list[int](), list[int]()
 
-    def gather(rank: Rank, word: str) -> list[str]:
+    def first_problem(rank: Rank, word: str) -> str:
         words[rank.number] = word
         both.wait(60)
-        return list(words)
+        return words[0] or words[1]
 
     class Connector:
         def __init__(self, number: int, *_: Any) -> None:
@@ -216,7 +216,7 @@ def test_a_rank_without_a_worker_is_not_waited_for(
             raise MemoryError("no host memory on this rank")
         return number
 
-    monkeypatch.setattr(build, "gather_words", gather)
+    monkeypatch.setattr(build, "first_problem", first_problem)
     monkeypatch.setattr(build, "build_worker", worker)
     monkeypatch.setattr(build, "WorkerConnector", Connector)
 
@@ -240,15 +240,15 @@ def test_a_rank_without_a_worker_is_not_waited_for(
 
 @pytest.mark.parametrize("refused", [True, False])
 def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
-    linker_class: Any, monkeypatch: pytest.MonkeyPatch, refused: bool
+    monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     """It tells rank 0 alone. The other hears of it, and what it has built is closed."""
     both, words, closed = threading.Barrier(2), ["", ""], list[int]()
 
-    def gather_words(rank: Rank, word: str) -> list[str]:
+    def first_problem(rank: Rank, word: str) -> str:
         words[rank.number] = word
         both.wait(60)
-        found = list(words)
+        found = words[0] or words[1]
         both.wait(60)
         return found
 
@@ -257,23 +257,20 @@ def test_ranks_stand_aside_together_where_a_server_refuses_the_leader(
             raise UnsupportedError("the kvcore server refuses this engine")
         return SimpleNamespace(close=lambda: closed.append(served.rank.number))
 
-    around = linker_class._build.__globals__
     for name, stand_in in {
         "hooks": SimpleNamespace(check=lambda: None, TIME_HOOKS=(), fit=lambda hooks: True),
         "find_rank": lambda rank: rank,
         "describe": lambda args, rank, *rest: SimpleNamespace(rank=rank),
-        "gather_words": gather_words,
+        "first_problem": first_problem,
         "build": build_parts,
         "_publisher": lambda *given: None,
     }.items():
-        monkeypatch.setitem(around, name, stand_in)
+        monkeypatch.setattr(start, name, stand_in)
 
-    def start(number: int) -> Any:
-        linker = linker_class.__new__(linker_class)
-        linker._config, linker.forward_stream = Config(), None
-        return linker._build(None, Rank(number, 2, None), set())
+    def start_rank(number: int) -> Any:
+        return start.start(Config(), None, Rank(number, 2, None), set(), None)
 
     with ThreadPoolExecutor(2) as ranks:
-        made = list(ranks.map(start, range(2)))
+        made = list(ranks.map(start_rank, range(2)))
     assert [parts is None for parts in made] == [refused, refused]
     assert closed == ([1] if refused else [])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcore.connector.worker import ATTEMPTS
-from kvcore.testing.gpu.device import RecordedStream
 from kvcore.transfer.graph import TransferGraph
+from kvcore_devtools.gpu.device import RecordedStream
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
 from kvcore_sglang.worker import WorkerConnector

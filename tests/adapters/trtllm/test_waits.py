@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcore.testing.gpu.device import RecordedStream
+from kvcore_devtools.gpu.device import RecordedStream
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
 from support.manual_worker import SHAPE, ManualRig, manual_rig

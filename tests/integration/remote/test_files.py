@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from kvcore.cli.probe import Finding, Level, contacts
 from kvcore.config import load_config
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierUnavailable, UnsupportedError
-from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
+from kvcore.memory.nixl import CHANNEL_NBYTES, FileAgent, FileSpan
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import PluginManager
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
@@ -85,11 +85,11 @@ def test_nixl_moves_the_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_does_not_fit_a_lane_goes_in_several(opened: Open) -> None:
     store = opened()
-    third = LANE_NBYTES // 3 + 1
+    third = CHANNEL_NBYTES // 3 + 1
     put(store, {f"k/{i}": value(i, third) for i in range(4)})
-    put(store, {"k/huge": value(9, LANE_NBYTES + 1)})
+    put(store, {"k/huge": value(9, CHANNEL_NBYTES + 1)})
     assert all(fetch(store, f"k/{i}", third) == value(i, third) for i in range(4))
-    assert fetch(store, "k/huge", LANE_NBYTES + 1) == value(9, LANE_NBYTES + 1)
+    assert fetch(store, "k/huge", CHANNEL_NBYTES + 1) == value(9, CHANNEL_NBYTES + 1)
 
 
 # -- the folder ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable
-from kvcore.memory.nixl import LANE_NBYTES
+from kvcore.memory.nixl import CHANNEL_NBYTES
 from kvcore.model.shape import BlockShape
 from kvcore.testing.store_contract import StoreContract, fetch, put, value
 from kvcore.tiers.base import BlockRead, BlockWrite, SlotError
@@ -114,7 +114,7 @@ def test_more_than_a_lane_holds_comes_in_several_reads(open_store: Open) -> None
         items = [Item(name, [memoryview(into)]) for name, into in buffers.items()]
         assert reader.get(items) == [None] * 5
         assert [bytes(into) for into in buffers.values()] == [value(n, nbytes) for n in range(5)]
-    [error] = reader.put([Item(A, [memoryview(bytearray(LANE_NBYTES + 1))])])
+    [error] = reader.put([Item(A, [memoryview(bytearray(CHANNEL_NBYTES + 1))])])
     assert isinstance(error, SlotError)
 
 

@@ -15,10 +15,10 @@ from kvcore.memory import pinned
 from kvcore.server import client as client_module
 from kvcore.server import worker as worker_module
 from kvcore.server.worker import ServedWorker
-from kvcore.testing.gpu import Machine, installed
-from kvcore.testing.gpu.machine import Call
 from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import RowError
+from kvcore_devtools.gpu import Machine, installed
+from kvcore_devtools.gpu.machine import Call
 from kvcore_devtools.server_fixture import RunningServer, serve, settings, words
 
 Start = Callable[[Config], RunningServer]

@@ -39,9 +39,9 @@ from kvcore.memory.device import CpuDevice, serve_devices
 from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.keys import pack_tokens
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import GpuRank, Machine
-from kvcore.testing.gpu.memory import tensor_spans, together
 from kvcore.transfer.plan import build_load, layer_steps
+from kvcore_devtools.gpu import GpuRank, Machine
+from kvcore_devtools.gpu.memory import tensor_spans, together
 from support.orders.books import Books, Request, Step
 
 __all__ = ["BLENDED", "BlendBooks", "BlendRank", "ToyLayers", "blends_of"]

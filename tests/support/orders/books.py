@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcore.connector.fusion_messages import BlendOrder
-from kvcore.testing.gpu import GpuRank
 from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, build_spill, layer_steps
+from kvcore_devtools.gpu import GpuRank
 
 __all__ = ["Books", "Request", "Step"]
 

@@ -17,12 +17,12 @@ from unittest import mock
 
 from kvcore.errors import TierError
 from kvcore.memory.nixl import DONE, FileSpan, Memory
-from kvcore.testing.gpu import SHAPE, GpuRank, Machine
 from kvcore.tiers.base import BlockRead, DeviceRead
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store
 from kvcore.transfer.graph import Path, Span, TransferGraph
 from kvcore.transfer.plan import TierRows, build_load
 from kvcore.worker import WorkerLimits
+from kvcore_devtools.gpu import SHAPE, GpuRank, Machine
 from support.orders.books import Books
 
 __all__ = ["DirectBooks", "disk_rank"]

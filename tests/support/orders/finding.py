@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcore.testing.gpu import Machine, installed
+from kvcore_devtools.gpu import Machine, installed
 
 __all__ = ["expect_none", "find_fault"]
 

@@ -21,10 +21,10 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server.mapped import MappedArenas
 from kvcore.server.runtime_dir import GRAPH_BITS, RuntimeDir, SessionFile
 from kvcore.server.worker import ServedWorker
-from kvcore.testing.gpu import GpuRank, Machine, RecordingOps
-from kvcore.testing.gpu.clocks import Clock
 from kvcore.testing.waiting import until
 from kvcore.worker import KVWorker
+from kvcore_devtools.gpu import GpuRank, Machine, RecordingOps
+from kvcore_devtools.gpu.clocks import Clock
 from support.orders.books import Books
 
 __all__ = ["SERVED", "PlayedServer", "ServedBooks", "ServedRank"]

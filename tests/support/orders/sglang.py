@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from kvcore.connector.worker import Load
 from kvcore.memory.device import Event, Stream, device_of
-from kvcore.testing.gpu import GpuRank
-from kvcore.testing.gpu.clocks import Clock
 from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore_devtools.gpu import GpuRank
+from kvcore_devtools.gpu.clocks import Clock
 from kvcore_sglang.gate import LayerGate
 from kvcore_sglang.messages import Order
 from kvcore_sglang.worker import WorkerConnector

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvcore.memory.device import Event, device_of
-from kvcore.testing.gpu import GpuRank
 from kvcore.transfer.graph import OpReport
+from kvcore_devtools.gpu import GpuRank
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
 from support.orders.books import Books, Step

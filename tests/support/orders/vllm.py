@@ -21,9 +21,9 @@ from collections.abc import Callable
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import FusionWorker, RefusingFusionWorker
 from kvcore.memory.device import Event, device_of
-from kvcore.testing.gpu import GpuRank
-from kvcore.testing.gpu.device import RecordedEvent
 from kvcore.transfer.graph import OpReport
+from kvcore_devtools.gpu import GpuRank
+from kvcore_devtools.gpu.device import RecordedEvent
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard

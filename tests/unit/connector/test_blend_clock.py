@@ -9,8 +9,8 @@ pytest.importorskip("torch")
 import torch
 
 from kvcore.connector.blend_clock import BlendClock
-from kvcore.testing.gpu import ManualMachine, RecordingDevice
-from kvcore.testing.gpu.machine import STEP_S
+from kvcore_devtools.gpu import ManualMachine, RecordingDevice
+from kvcore_devtools.gpu.machine import STEP_S
 
 
 def test_the_time_is_the_devices_and_leaves_out_waits() -> None:

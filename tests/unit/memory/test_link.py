@@ -22,8 +22,8 @@ from kvcore.memory.copy.pieces import run_bytes, unit_pieces
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, arena_layout, from_strides, trtllm_layout
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import Machine, RecordingOps, installed
-from kvcore.testing.gpu.streams import StreamQueue
+from kvcore_devtools.gpu import Machine, RecordingOps, installed
+from kvcore_devtools.gpu.streams import StreamQueue
 from support.budget import examples
 from support.links import on_gpu, on_host
 from support.strides import (

@@ -20,7 +20,7 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.hugepages import PAGE
 from kvcore.memory.pinned import PinnedRange
 from kvcore.model.shape import BlockShape
-from kvcore.testing.gpu import Machine, RecordingDevice
+from kvcore_devtools.gpu import Machine, RecordingDevice
 
 torch = pytest.importorskip("torch")
 

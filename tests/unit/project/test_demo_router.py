@@ -11,20 +11,10 @@ import pytest
 pytest.importorskip("rich")
 pytest.importorskip("zmq")
 
+from demo import fleet
 from demo import router as demo
-from demo.router import (
-    BLOCK,
-    FIRST,
-    KILLED,
-    PLANTED,
-    SECOND,
-    TIER,
-    Answer,
-    Completion,
-    Demo,
-    problems,
-    table,
-)
+from demo.fleet import BLOCK, TIER, Completion
+from demo.router import FIRST, KILLED, PLANTED, SECOND, Answer, Demo, problems, table
 from kvcore.errors import TransferError
 
 TOKENS = 40 * BLOCK
@@ -108,7 +98,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeEngine]:
     made = {name: FakeEngine(name) for name in ("vllm", "sglang")}
     monkeypatch.setattr(demo, "complete", lambda address, prompt: made[address].answer(prompt))
     monkeypatch.setattr(demo, "HEAR_S", 0.0)
-    monkeypatch.setattr(demo, "WAIT_S", 0.3)
+    for module in (demo, fleet):
+        monkeypatch.setattr(module, "WAIT_S", 0.3)
     return made
 
 

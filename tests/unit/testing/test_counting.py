@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcore.memory.device import CpuDevice, device_of
-from kvcore.testing.gpu.counting import Counts, DeviceCalls
+from kvcore_devtools.gpu.counting import Counts, DeviceCalls
 
 CPU = torch.device("cpu")
 

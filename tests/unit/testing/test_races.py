@@ -1,7 +1,7 @@
 """Races of life cycles on the reference engine and a real disk tier, in orders of a seed.
 
 A clear, a restart, a sleep, a change of weights or a pause comes while copies, writes and reads are
-at every point of their way (`kvcore.testing.faults.turns`). Whatever the order: answers are those
+at every point of their way (`kvcore_devtools.turns`). Whatever the order: answers are those
 of an engine without kvcore, what was cleared stays away, what came later stays, nothing leaks.
 """
 
@@ -18,7 +18,7 @@ from kvcore.harness.prompts import words
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
 from kvcore.testing.faults import Fault, Rule, Seam
 from kvcore.testing.faults.engine import faulty_engine, held, nothing_left
-from kvcore.testing.faults.turns import Turns
+from kvcore_devtools.turns import Turns
 
 pytestmark = pytest.mark.slow
 

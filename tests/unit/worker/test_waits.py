@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.testing.gpu.machine import STEP_S
 from kvcore.testing.waiting import until
 from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore.transfer.graph import RowError
+from kvcore_devtools.gpu.machine import STEP_S
 from support.manual_worker import PAGES, SHAPE, SLOTS, ManualRig, manual_rig
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvcore.errors import TierError, TierUnavailable
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.nixl import DONE, LANE_NBYTES, FileAgent, FileSpan, Memory
+from kvcore.memory.nixl import CHANNEL_NBYTES, DONE, FileAgent, FileSpan, Memory
 
 __all__ = ["Channel"]
 
@@ -31,7 +31,7 @@ class Channel:
         """
         if self._memory is None or self._memory.view.nbytes < nbytes:
             self.close()
-            self._memory = Pages(max(nbytes, LANE_NBYTES), huge=False)
+            self._memory = Pages(max(nbytes, CHANNEL_NBYTES), huge=False)
         return self._memory.view[:nbytes]
 
     def move(self, operation: str, spans: Sequence[FileSpan]) -> list[TierError | None]:

@@ -34,7 +34,7 @@ from kvcore.errors import (
     UnsupportedError,
 )
 from kvcore.memory.buffers import nbytes_of
-from kvcore.memory.nixl import LANE_NBYTES, FileAgent, FileSpan
+from kvcore.memory.nixl import CHANNEL_NBYTES, FileAgent, FileSpan
 from kvcore.tiers.remote.base import BlockStore, Item, copy_bytes, fill, wrong_size
 from kvcore.tiers.remote.files.channel import Channel
 from kvcore.tiers.remote.options import StoreOptions
@@ -325,7 +325,7 @@ def _in_lanes(items: Sequence[Item]) -> Iterator[list[_Staged]]:
     at = 0
     for item in items:
         nbytes = nbytes_of(item.parts)
-        if staged and at + nbytes > LANE_NBYTES:
+        if staged and at + nbytes > CHANNEL_NBYTES:
             yield staged
             staged, at = [], 0
         staged.append(_Staged(item, at, nbytes))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvcore.errors import TierUnavailable
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.nixl import DONE, LANE_NBYTES, RUNNING, Memory, NixlAgent, pauses, say
+from kvcore.memory.nixl import CHANNEL_NBYTES, DONE, RUNNING, Memory, NixlAgent, pauses, say
 
 
 class Remote(NamedTuple):
@@ -132,7 +132,7 @@ class Agent(NixlAgent):
                 return self._free.pop()
             if not self._lanes_left:
                 raise TierUnavailable("every channel is in use, most of them by reads that hang")
-            channel = _Channel(Pages(LANE_NBYTES, huge=False))
+            channel = _Channel(Pages(CHANNEL_NBYTES, huge=False))
             try:
                 self._register(Memory.of(channel.memory))
             except self._errors as error:

@@ -28,7 +28,7 @@ from kvcore.errors import (
 )
 from kvcore.memory.buffers import nbytes_of
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.nixl import LANE_NBYTES, nixl_module
+from kvcore.memory.nixl import CHANNEL_NBYTES, nixl_module
 from kvcore.tiers.base import SlotError
 from kvcore.tiers.remote.base import BlockStore, Item, fill, wrong_size
 from kvcore.tiers.remote.peer.agent import Agent, Remote
@@ -72,6 +72,13 @@ class _RemoteItem(NamedTuple):
 
     position: int
     remote: Remote
+
+
+class _Loan(NamedTuple):
+    """A lease of another node, and the positions of the items that were read under it."""
+
+    lease: int
+    positions: list[int]
 
 
 class PeerStore(BlockStore):
@@ -221,9 +228,9 @@ class PeerStore(BlockStore):
         if self.lent is None:
             return TierUnavailable(f"{item.name} cannot be stored: only ranks lend memory")
         nbytes = nbytes_of(item.parts)
-        if nbytes > LANE_NBYTES:
+        if nbytes > CHANNEL_NBYTES:
             return SlotError(
-                f"given {nbytes} bytes as {item.name}; supported are at most {LANE_NBYTES}"
+                f"given {nbytes} bytes as {item.name}; supported are at most {CHANNEL_NBYTES}"
             )
         try:
             self._started()
@@ -327,23 +334,21 @@ class PeerStore(BlockStore):
         asked_at = time.monotonic()
         request = Lease([items[position].name for position in absent])
         asked = self.peers.ask(dict.fromkeys(at, request))
-        read: dict[str, list[int]] = {}
-        for answer in asked.values():
-            if isinstance(answer, TierUnavailable):
-                for position in absent:  # this node may be the one that has them
-                    if isinstance(results[position], BlockMissing):
-                        results[position] = _Unreachable(str(answer))
+        silent = {a: said for a, said in asked.items() if isinstance(said, TierUnavailable)}
+        for error in silent.values():  # each of these nodes may be the one that has them
+            for position in absent:
+                if isinstance(results[position], BlockMissing):
+                    results[position] = _Unreachable(str(error))
+        loans: dict[str, _Loan] = {}
         for address, answer in asked.items():
             if isinstance(answer, Leased) and any(answer.places):
                 leased = _fitting(items, absent, answer, results)
-                leased_until = asked_at + answer.seconds
-                error = self._read(address, answer.agent, items, leased, leased_until)
-                for one in leased:
-                    results[one.position] = error
-                read[address] = [one.position for one in leased]
-        used = {address: asked[address] for address in read}
-        gone = self._end_leases(used, items, read, results)
-        return {a for a, said in asked.items() if not isinstance(said, TierUnavailable)} - gone
+                until = asked_at + answer.seconds
+                outcome = self._read(address, answer.agent, items, leased, until)
+                loans[address] = _Loan(answer.lease, [one.position for one in leased])
+                for position in loans[address].positions:
+                    results[position] = outcome
+        return asked.keys() - silent.keys() - self._end_leases(loans, items, results)
 
     def _read(
         self,
@@ -365,7 +370,7 @@ class PeerStore(BlockStore):
             if leased and not agent.knows(owner):
                 self._meet(agent, address, owner)
             until = min(time.monotonic() + self._options.timeout_s, leased_until)
-            for together in _lanes_of(leased):
+            for together in _channels_of(leased):
                 with agent.read(owner, [one.remote for one in together], until) as values:
                     for one, value in zip(together, values, strict=True):
                         fill(items[one.position], value)
@@ -383,30 +388,28 @@ class PeerStore(BlockStore):
 
     def _end_leases(
         self,
-        asked: Mapping[str, Reply | TierUnavailable],
+        loans: Mapping[str, _Loan],
         items: Sequence[Item],
-        read: Mapping[str, Sequence[int]],
         results: list[TierError | None],
     ) -> set[str]:
-        """End the leases of all nodes, and return the nodes that did not answer.
+        """End the leases of these nodes, and return the nodes that did not answer.
 
         Values read under a lease that had expired may be wrong, and become BlockMissing. If a node
         does not answer, its values are kept: their checksums tell whether they are right.
         """
         gone: set[str] = set()
-        used = {a: Done(leased.lease) for a, leased in asked.items() if isinstance(leased, Leased)}
-        for address, answer in self.peers.ask(used).items():
+        ended = self.peers.ask({address: Done(loan.lease) for address, loan in loans.items()})
+        for address, answer in ended.items():
+            positions = loans[address].positions
             if isinstance(answer, TierUnavailable):
                 gone.add(address)
-                for position in read[address]:
-                    if results[position] is not None:
-                        results[position] = _Unreachable(str(results[position]))
-            if isinstance(answer, Ended) and not answer.held:
-                for position in read[address]:
-                    if results[position] is None:
-                        results[position] = BlockMissing(
-                            f"the lease of {items[position].name} at {address} expired too early"
-                        )
+                for position in (p for p in positions if results[p] is not None):
+                    results[position] = _Unreachable(str(results[position]))
+            elif isinstance(answer, Ended) and not answer.held:
+                for position in (p for p in positions if results[p] is None):
+                    results[position] = BlockMissing(
+                        f"the lease of {items[position].name} at {address} expired too early"
+                    )
         return gone
 
     def _warn_of_other_models(self, names: Sequence[str]) -> None:
@@ -448,21 +451,21 @@ def _fitting(
         if place is None or results[position] is None:
             continue
         address, nbytes = place
-        if nbytes == nbytes_of(items[position].parts) <= LANE_NBYTES:
+        if nbytes == nbytes_of(items[position].parts) <= CHANNEL_NBYTES:
             wanted.append(_RemoteItem(position, Remote(address, nbytes)))
         else:
             results[position] = wrong_size(items[position], nbytes)
     return wanted
 
 
-def _lanes_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
+def _channels_of(wanted: Sequence[_RemoteItem]) -> Iterator[list[_RemoteItem]]:
     """Yield batches of items that fit one channel."""
     together: list[_RemoteItem] = []
-    room = LANE_NBYTES
+    room = CHANNEL_NBYTES
     for one in wanted:
         if one.remote.nbytes > room:
             yield together
-            together, room = [], LANE_NBYTES
+            together, room = [], CHANNEL_NBYTES
         together.append(one)
         room -= one.remote.nbytes
     if together:

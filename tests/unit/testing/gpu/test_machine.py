@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvcore.errors import UnsupportedError
 from kvcore.memory.device import CpuDevice, device_of
 from kvcore.memory.hugepages import PAGE
-from kvcore.testing.gpu import Machine, RecordingDevice, installed
-from kvcore.testing.gpu.memory import NOTHING, Spans, common, span, together, within
+from kvcore_devtools.gpu import Machine, RecordingDevice, installed
+from kvcore_devtools.gpu.memory import NOTHING, Spans, common, span, together, within
 
 SEEDS = range(12)
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.testing.gpu import ManualMachine, RecordingDevice
-from kvcore.testing.gpu.device import RecordedStream
 from kvcore.testing.waiting import PATIENCE_S, until
+from kvcore_devtools.gpu import ManualMachine, RecordingDevice
+from kvcore_devtools.gpu.device import RecordedStream
 
 CPU = torch.device("cpu")
 

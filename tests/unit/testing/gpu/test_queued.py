@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcore.memory.device import device_of
-from kvcore.testing.gpu import Machine, installed, queued_torch
-from kvcore.testing.gpu.memory import tensor_spans
+from kvcore_devtools.gpu import Machine, installed, queued_torch
+from kvcore_devtools.gpu.memory import tensor_spans
 
 CPU = torch.device("cpu")
 SIDE = 4

@@ -27,13 +27,13 @@ from unittest import mock
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Device, Event, serve_devices
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.testing.gpu.clocks import Clock
-from kvcore.testing.gpu.device import RecordedEvent, RecordingDevice
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import Spans, span, together
 from kvcore.transfer.engine import Executor, Issued, TransferEngine
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.streams import CopyStreams, IssuedCopies
+from kvcore_devtools.gpu.clocks import Clock
+from kvcore_devtools.gpu.device import RecordedEvent, RecordingDevice
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import Spans, span, together
 
 __all__ = [
     "WatchedEngine",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.layout import KVView
-from kvcore.testing.gpu.device import plain
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import span, spans_of, together
+from kvcore_devtools.gpu.device import plain
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import span, spans_of, together
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import Spans
-from kvcore.testing.gpu.streams import Point, StreamQueue, Work
 from kvcore.testing.waiting import PATIENCE_S
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import Spans
+from kvcore_devtools.gpu.streams import Point, StreamQueue, Work
 
 __all__ = ["ManualMachine"]
 

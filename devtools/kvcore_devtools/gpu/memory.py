@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcore.memory.layout import KVView
-from kvcore.testing.gpu.clocks import Access, Clock, Spans
+from kvcore_devtools.gpu.clocks import Access, Clock, Spans
 
 if TYPE_CHECKING:
     import torch

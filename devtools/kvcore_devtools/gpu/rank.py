@@ -21,16 +21,16 @@ from kvcore.memory.device import Event, device_of
 from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
-from kvcore.testing.gpu.device import on_device, plain
-from kvcore.testing.gpu.hosts import WatchedEngine, arena_spans
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import NOTHING, Region, Spans, spans_of
-from kvcore.testing.gpu.ops import RecordingOps
 from kvcore.tiers.base import BlockRead, Tier
 from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer.graph import UnitTable
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts, refuse_tier
+from kvcore_devtools.gpu.device import on_device, plain
+from kvcore_devtools.gpu.hosts import WatchedEngine, arena_spans
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import NOTHING, Region, Spans, spans_of
+from kvcore_devtools.gpu.ops import RecordingOps
 
 __all__ = ["SHAPE", "GpuRank"]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcore.memory.device import Device, Event, Stream
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import span, tensor_spans, together
-from kvcore.testing.gpu.streams import Point, StreamQueue
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import span, tensor_spans, together
+from kvcore_devtools.gpu.streams import Point, StreamQueue
 
 if TYPE_CHECKING:
     import numpy.typing as npt

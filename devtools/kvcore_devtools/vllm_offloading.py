@@ -1,7 +1,7 @@
 """vLLM's own offloading on a CPU, where it has no worker: its scheduler, keys and rows are vLLM's.
 
 "kv_connector_extra_config": {"spec_name": "TieringOnCpu",
-                              "spec_module_path": "kvcore_vllm.testing.offloading", ...}
+                              "spec_module_path": "kvcore_devtools.vllm_offloading", ...}
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def offloading(
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "spec_name": "TieringOnCpu",
-            "spec_module_path": "kvcore_vllm.testing.offloading",
+            "spec_module_path": "kvcore_devtools.vllm_offloading",
             "cpu_bytes_to_use": rows_nbytes,
             "zeroes": zeroes,
             "secondary_tiers": [named],

@@ -24,10 +24,10 @@ import numpy as np
 
 from kvcore.errors import UnsupportedError
 from kvcore.memory.hugepages import PAGE
-from kvcore.testing.gpu.allocator import Allocator
-from kvcore.testing.gpu.clocks import Access, Actor, Clock, call_site
-from kvcore.testing.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
-from kvcore.testing.gpu.streams import Point, StreamQueue, Work
+from kvcore_devtools.gpu.allocator import Allocator
+from kvcore_devtools.gpu.clocks import Access, Actor, Clock, call_site
+from kvcore_devtools.gpu.memory import NOTHING, Conflict, Memory, Region, Spans, span
+from kvcore_devtools.gpu.streams import Point, StreamQueue, Work
 
 __all__ = ["STEP_S", "Call", "Fault", "Machine", "Point", "StreamQueue", "Work"]
 

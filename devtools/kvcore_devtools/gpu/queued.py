@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcore.testing.gpu.counting import ALLOCATIONS, MADE_ON_HOST, WAITS, tensors_in
-from kvcore.testing.gpu.machine import Machine
-from kvcore.testing.gpu.memory import Spans, tensor_spans, together
+from kvcore_devtools.gpu.counting import ALLOCATIONS, MADE_ON_HOST, WAITS, tensors_in
+from kvcore_devtools.gpu.machine import Machine
+from kvcore_devtools.gpu.memory import Spans, tensor_spans, together
 
 __all__ = ["queued_torch"]
 

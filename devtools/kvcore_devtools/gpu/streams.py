@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcore.testing.gpu.clocks import Actor, Clock
+from kvcore_devtools.gpu.clocks import Actor, Clock
 
 __all__ = ["Point", "StreamQueue", "Work"]
 

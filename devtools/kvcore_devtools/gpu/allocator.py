@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvcore.testing.gpu.clocks import Actor, call_site
-from kvcore.testing.gpu.memory import Memory, Region
-from kvcore.testing.gpu.streams import Point, StreamQueue
+from kvcore_devtools.gpu.clocks import Actor, call_site
+from kvcore_devtools.gpu.memory import Memory, Region
+from kvcore_devtools.gpu.streams import Point, StreamQueue
 
 __all__ = ["Allocator"]
 
@@ -31,7 +31,7 @@ _GARBAGE = 255
 
 
 class _Machine(Protocol):
-    """What the allocator asks of `kvcore.testing.gpu.machine.Machine`."""
+    """What the allocator asks of `kvcore_devtools.gpu.machine.Machine`."""
 
     lock: AbstractContextManager[Any]
     memory: Memory
