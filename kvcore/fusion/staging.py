@@ -21,7 +21,8 @@ from kvcore.fusion.ops import FusionOps, Place, TorchFusion
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.memory.copy.base import DeviceOps
-from kvcore.memory.layout import Axis, DeviceGroup, KVLayout, KVView, Plane
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import Axis, KVLayout, KVView, Plane
 from kvcore.model.shape import BlockShape
 
 __all__ = ["ChunkStaging", "PagedPrefix", "Place", "PlacedChunks"]

@@ -32,8 +32,6 @@ from kvcore.model.shape import BlockShape, item_bytes
 if TYPE_CHECKING:
     import torch
 
-    from kvcore.memory.runs import PagesInBlock, SlotPlace
-
 __all__ = [
     "Arrangement",
     "Axis",
@@ -370,29 +368,3 @@ def trtllm_layout(shape: BlockShape, num_pages: int, page_tokens: int, order: st
 def unit_tokens(page_tokens: int, block_tokens: int) -> int:
     """Return the tokens of the largest run that neither a page nor a token block splits."""
     return gcd(page_tokens, block_tokens)
-
-
-@dataclass(frozen=True)
-class DeviceGroup:
-    """Layers that share one page table in the engine.
-
-    ``layers`` are canonical layer indices, and ``view`` has exactly their planes, in that order.
-    ``page_tokens`` is the size of a page of the engine's scheduler, which may be several pages of
-    the view; 0 if it is not needed. ``packed`` tells where pages of a format that only the engine
-    knows lie in a block. A token of the view is then a page.
-    """
-
-    layers: tuple[int, ...]
-    view: KVView
-    page_tokens: int = 0
-    packed: PagesInBlock | None = None
-
-    def memory(self, arena: KVView, place: SlotPlace, first_layer: int) -> KVView:
-        """Return these layers in the slots of a rank's arena, whose first is ``first_layer``."""
-        if self.packed is not None:
-            return self.packed.memory(arena, place)
-        return arena.select_layers([layer - first_layer for layer in self.layers])
-
-    def view_tokens(self, tokens: int) -> int:
-        """Return what ``tokens`` tokens of the engine are in tokens of the view."""
-        return tokens if self.packed is None else tokens // self.page_tokens

@@ -34,7 +34,8 @@ from kvcore.manager import HOST, KVManager, Manager, TokenPublisher, TransferOpt
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
-from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import Arrangement, KVView
 from kvcore.memory.points import NO_POINTS, PointCopies, StatePages, WindowPages, point_copies
 from kvcore.memory.runs import PagesInBlock, SlotPlace
 from kvcore.model.keys import pack_tokens

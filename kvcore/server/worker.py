@@ -25,7 +25,8 @@ from kvcore.config.paths import folder_of
 from kvcore.errors import KVCoreError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Event
-from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView
 from kvcore.model.spec import ModelDescription
 from kvcore.server.mapped import MappedArenas
 from kvcore.server.messages import EnterSession, Heartbeat, ReadReply, ReadRequest, WithdrawRequest

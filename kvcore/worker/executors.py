@@ -13,7 +13,8 @@ from kvcore._util.log_limit import LogLimit
 from kvcore.errors import BlockMissing, CorruptBlock, TierError, TierUnavailable, TransferError
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
-from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView
 from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics

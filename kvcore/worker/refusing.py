@@ -8,7 +8,7 @@ from typing import Any
 from kvcore.errors import TierError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.device import Event, Stream, device_of
-from kvcore.memory.layout import DeviceGroup
+from kvcore.memory.device_group import DeviceGroup
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 

@@ -20,8 +20,9 @@ from kvcore.index.slots import SlotRun
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, Stream, device_of
+from kvcore.memory.device_group import DeviceGroup
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.memory.layout import DeviceGroup, KVView
+from kvcore.memory.layout import KVView
 from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.memory.runs import SlotPlace
 from kvcore.telemetry.metrics import Metrics

@@ -22,7 +22,8 @@ from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import select_ops
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import device_of
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.plugins.manager import PluginManager
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, prepare_store

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from kvcore.memory.copy.base import Copy
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.testing.waiting import PATIENCE_S
 from kvcore.transfer.graph import OpReport, TransferGraph

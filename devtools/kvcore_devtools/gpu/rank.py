@@ -18,7 +18,8 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.device import Event, device_of
-from kvcore.memory.layout import Arrangement, DeviceGroup, KVView, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, Tier

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from kvcore.connector.step_transport import Quorum
 from kvcore.index.slots import SlotRun
 from kvcore.manager.base import Lane
-from kvcore.memory.layout import DeviceGroup
+from kvcore.memory.device_group import DeviceGroup
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
 

@@ -19,7 +19,8 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import link
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, device_of
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import TransferGraph
 from kvcore.transfer.plan import Chain, build_load, build_save

@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvcore.connector.page_table import Paging
 from kvcore.errors import UnsupportedError
 from kvcore.memory.copy import builtin_ops
-from kvcore.memory.layout import DeviceGroup, KVView, arena_layout, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView, arena_layout, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup
 from kvcore.worker.executors import DeviceCopy

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kvcore.errors import TierError
 from kvcore.memory.arena import HostArena, slot_bytes
 from kvcore.memory.copy import builtin_ops, select_ops
+from kvcore.memory.device_group import DeviceGroup
 from kvcore.memory.hugepages import Pages
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.memory.nixl import FileAgent, FileSpan
 from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead, BlockWrite

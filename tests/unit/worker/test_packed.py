@@ -16,7 +16,8 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import DeviceOps
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import Arrangement, DeviceGroup, KVView
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import Arrangement, KVView
 from kvcore.memory.runs import PagesInBlock, SlotPlace, byte_pages, whole_pages
 from kvcore.model.packed import PackedPages
 from kvcore.model.spec import LayerGroup, ModelDescription

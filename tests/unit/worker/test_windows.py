@@ -15,7 +15,8 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import DeviceOps
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
-from kvcore.memory.layout import DeviceGroup, KVView, from_strides
+from kvcore.memory.device_group import DeviceGroup
+from kvcore.memory.layout import KVView, from_strides
 from kvcore.memory.points import point_copies
 from kvcore.model.points import PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
