@@ -432,7 +432,7 @@ class StepWorker(Generic[_R]):
         load.begin()
         try:
             self._worker.wait_report(RETRY_WAIT_S)  # if the queue was full, let it drain
-            self._submit(load.graph)
+            self._submit(load.graph, self._worker.wave())  # somebody waits for it by now
         except BaseException:
             if self._loads.get(load.graph_id) is load:  # no report would ever end it
                 self._refuse([load.graph], RowError.REFUSED)

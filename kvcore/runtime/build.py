@@ -52,7 +52,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.guard import key_of_secret
-from kvcore.transfer.graph import Path
+from kvcore.transfer.graph import COPY_BYTES, Path
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts
 
@@ -108,6 +108,12 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
 def arena_arrangement(config: Config, points: PointRows | None) -> Arrangement:
     """Return how slots lie in an arena: as one run of bytes each if they hold resume points."""
     return Arrangement(config.host.arrangement) if points is None else Arrangement.BLOCKWISE
+
+
+def copy_blocks(model: ModelDescription) -> int:
+    """Return how many blocks of the largest rank `COPY_BYTES` hold, at least one."""
+    largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    return max(1, COPY_BYTES // largest)
 
 
 def device_slots(config: Config, model: ModelDescription, points: PointRows | None) -> int:
@@ -276,6 +282,7 @@ def build_manager(
             staging_slots=range(slots.indexed, slots.total),
             device_slots=device_slots(config, model, points),
             batch_blocks=config.transfer.batch_blocks,
+            copy_blocks=copy_blocks(model),
             write_through_in_save=write_through_in_save,
         ),
         metrics=metrics,

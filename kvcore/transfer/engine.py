@@ -6,6 +6,17 @@ A wave is a set of graphs that are waited for together, layer by layer: the load
 chunks of a blend. Layer 0 of all graphs of a wave is copied before layer 1 of any of them, and an
 earlier wave before a later one.
 
+Waves are numbered by a clock that also counts the bytes of the loads that were begun. A load that
+no step waits for is a wave of its own, as late as if its own bytes had been moved first:
+
+    the clock   ──┬─────────────────┬────────────────▶
+      large load  └── 4 GiB ────────┼───────▶ its wave
+      small load                    └ 8 MiB ▶ its wave: it overtakes what is left of the large one
+
+So the load with the fewest bytes left goes first: the sum of all waits is then the smallest, where
+taking turns would let loads of one size all end at the end. But none waits for ever: once as many
+bytes as its own were moved by others, no later load overtakes it.
+
     op      created ──▶ ready ──▶ running ──▶ issued ──▶ completed | failed
                   │       │           └──────────────────▶
                   └───────┴──▶ cancelled (by the caller, a deadline, or close)
@@ -16,9 +27,9 @@ on once the work is in a queue of the device waits for "issued" only (`wait_issu
 own stream wait for the rest. All reasons why rows of an op may fail are known by then: an op that
 was issued can fail only if the device itself fails. Dependent ops and reports wait for the end.
 
-At most `SAVES_ISSUED` ops of saves a thread are issued and have not ended, so that a load finds
-little before it on the device. Loads are issued as soon as they are ready, and so is any op that
-`wait_issued` waits for.
+What is issued cannot be overtaken. So at most `SAVES_ISSUED` ops of saves a thread are issued and
+have not ended, and at most `BYTES_ISSUED` of the loads that no step waits for. The loads of a named
+wave are issued as soon as they are ready, and so is any op that `wait_issued` waits for.
 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
 failed upstream. The outcome of each op is reported as an ``OpReport``.
@@ -46,7 +57,15 @@ from typing import NamedTuple, Protocol
 from kvcore._util.cpus import settle_thread
 from kvcore._util.threads import GuardedThread, InOrder
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
+from kvcore.transfer.graph import (
+    COPY_BYTES,
+    OpReport,
+    Path,
+    Priority,
+    RowError,
+    TransferGraph,
+    TransferOp,
+)
 
 __all__ = ["Executor", "Issued", "OpState", "OpTiming", "TransferEngine"]
 
@@ -54,6 +73,11 @@ _log = logging.getLogger("kvcore.transfer")
 
 SAVES_ISSUED = 2
 """The most ops of saves and spills that a thread has issued and that have not ended."""
+
+BYTES_ISSUED = 2 * COPY_BYTES
+"""The most bytes of loads without a wave that a thread has issued to a device and that have not
+ended, unless it is one op: two ops, so that the device always has one while the host sees the end
+of another."""
 
 _AWAITED = -1
 """The priority of ops that somebody waits for."""
@@ -128,13 +152,12 @@ class OpTiming(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """An op that a thread carries out. ``limited`` if it counts against `SAVES_ISSUED`."""
+    """An op that a thread carries out."""
 
     run: _ActiveGraph
     position: int
     upstream: dict[int, RowError]
     rows: list[int]
-    limited: bool
 
     @property
     def op(self) -> TransferOp:
@@ -148,10 +171,20 @@ _Ends = InOrder[tuple[_Taken, Issued]]
 class _ActiveGraph:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
-    def __init__(self, graph: TransferGraph, deadline: float | None, wave: int) -> None:
+    def __init__(
+        self,
+        graph: TransferGraph,
+        deadline: float | None,
+        wave: int,
+        nbytes: list[int],
+        *,
+        alone: bool,
+    ) -> None:
         self.graph = graph
         self.deadline = deadline
         self.wave = wave
+        self.nbytes = nbytes  # by position
+        self.alone = alone  # True without a named wave
         self.states = [OpState.CREATED] * len(graph.ops)
         self.index = {op.op_id: i for i, op in enumerate(graph.ops)}
         self.failed: dict[int, RowError] = {}
@@ -181,7 +214,8 @@ class TransferEngine:
     """Runs graphs on the threads of one worker.
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
-    At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran; what it
+    At most ``queue_depth`` ops are in flight. ``nbytes`` returns the bytes that an op moves here,
+    for the order of loads and their limit. ``observer`` is called for every op that ran; what it
     raises is logged once. ``near`` are cores that the threads prefer (`settle_thread`). Raises
     CapacityError if a thread cannot be started.
     """
@@ -192,6 +226,7 @@ class TransferEngine:
         *,
         threads: Mapping[Path, int] | None = None,
         queue_depth: int = 4096,
+        nbytes: Callable[[TransferOp], int] = lambda op: 0,
         observer: Callable[[OpTiming], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         near: Set[int] = frozenset(),
@@ -199,6 +234,7 @@ class TransferEngine:
         self._near = near
         self._executors = dict(executors)
         self._depth = queue_depth
+        self._nbytes = nbytes
         self._observer = observer
         self._clock = clock
         self._lock = threading.Lock()
@@ -213,12 +249,14 @@ class TransferEngine:
         self._stopped = ""
         self._observer_failed = False
         counts = threads or {}
-        self._may_issue = {path: SAVES_ISSUED * counts.get(path, 1) for path in self._executors}
+        self._counts = {path: counts.get(path, 1) for path in self._executors}
+        self._saves_issued = dict.fromkeys(self._executors, 0)
+        self._bytes_issued = dict.fromkeys(self._executors, 0)
         self._ends: list[_Ends] = []
         self._threads = [
             self._thread(path, f"kvcore-{path.value}-{n}")
-            for path in self._executors
-            for n in range(counts.get(path, 1))
+            for path, count in self._counts.items()
+            for n in range(count)
         ]
         if not all(thread.start() for thread in self._threads):
             self.close(timeout=_START_FAILED_S)
@@ -260,7 +298,12 @@ class TransferEngine:
                     f"flight; the limit is {self._depth} (transfer.queue_depth)"
                 )
             deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
-            run = _ActiveGraph(graph, deadline, self._next() if wave is None else wave)
+            nbytes = [self._nbytes(op) for op in graph.ops]
+            alone = wave is None
+            if wave is None:
+                own = sum(nbytes) if graph.priority is Priority.LOAD else 0
+                wave = self._next() + own
+            run = _ActiveGraph(graph, deadline, wave, nbytes, alone=alone)
             self._runs[graph.graph_id] = run
             self._live_ops += len(graph.ops)
             self._advance(run)
@@ -608,9 +651,8 @@ class TransferEngine:
     ) -> None:
         run, op = taken.run, taken.op
         with self._lock:
-            if taken.limited:
-                self._may_issue[op.path] += 1
-                self._work[op.path].notify()
+            self._count_issued(run, taken.position, -1)
+            self._work[op.path].notify_all()
             self._finish(run, taken.position, {**taken.upstream, **failed})
             self._advance(run)
             self._forget_if_ended(run)
@@ -631,21 +673,40 @@ class TransferEngine:
             while True:
                 while queue and not self._is_ready(*queue[0][-2:]):
                     heapq.heappop(queue)
-                if queue and (queue[0][0] <= Priority.LOAD or self._may_issue[path] > 0):
-                    return self._taken(path, *heapq.heappop(queue)[-2:])
+                if queue and self._may_start(path, queue[0]):
+                    return self._taken(*heapq.heappop(queue)[-2:])
                 if (self._closed or self._stopped) and not queue:
                     return None
                 self._work[path].wait()
 
-    def _taken(self, path: Path, graph_id: int, position: int) -> _Taken:
+    def _may_start(self, path: Path, entry: _Entry) -> bool:
+        """Return True unless as much as may be issued of its kind is issued on this path."""
+        priority, *_, graph_id, position = entry
+        count, run = self._counts[path], self._runs[graph_id]
+        if priority > Priority.LOAD:
+            return self._saves_issued[path] < SAVES_ISSUED * count
+        before = self._bytes_issued[path]
+        if priority == _AWAITED or not (before and run.alone and path.touches_device):
+            return True
+        return before + run.nbytes[position] <= BYTES_ISSUED * count
+
+    def _count_issued(self, run: _ActiveGraph, position: int, sign: int) -> None:
+        """Count an op that starts (+1) or has ended (-1) against what may be issued."""
+        path = run.graph.ops[position].path
+        if run.graph.priority > Priority.LOAD:
+            self._saves_issued[path] += sign
+        elif run.alone:
+            self._bytes_issued[path] += sign * run.nbytes[position]
+
+    def _taken(self, graph_id: int, position: int) -> _Taken:
         run = self._runs[graph_id]
-        limited = run.graph.priority > Priority.LOAD
         span = range(*run.graph.ops[position].rows)
         upstream = {row: RowError.UPSTREAM for row in span if row in run.failed}
         rows = [row for row in span if row not in upstream]
-        taken = _Taken(run, position, upstream, rows, limited)
-        if limited:
-            self._may_issue[path] -= 1
+        taken = _Taken(run, position, upstream, rows)
+        self._count_issued(run, position, 1)
+        if run.graph.priority is Priority.LOAD:
+            self._order += run.nbytes[position]
         run.states[position] = OpState.RUNNING  # last: from here on this thread must end it
         return taken
 

@@ -27,7 +27,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier
 from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
-from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
 from kvcore.worker.refusing import refuse
@@ -138,6 +138,7 @@ class KVWorker:
             executors,
             threads=threads,
             queue_depth=limits.queue_depth,
+            nbytes=self._nbytes,
             observer=self._observe,
             near=node_cores(self.device.numa_node()),
         )
@@ -160,18 +161,26 @@ class KVWorker:
         for copy in self._copies.values():
             copy.use(arena_view, SlotPlace(arena.slot_nbytes, points_at))
 
+    def _nbytes(self, op: TransferOp, rows: int | None = None) -> int:
+        """Return the bytes of some rows of ``op`` in this rank's layers; of all rows if None."""
+        whole = (op.rows.size if rows is None else rows) * self._block.nbytes
+        if op.layers is None:
+            return whole
+        mine = self._layers
+        held = min(op.layers.stop, mine.stop) - max(op.layers.start, mine.start)
+        return whole * max(0, held) // len(mine)
+
     def _observe(self, timing: OpTiming) -> None:
-        span, layers = timing.op.layers, self._layers
-        share = 1.0 if span is None else sum(map(span.covers, layers)) / len(layers)
-        moved = (timing.rows - timing.failed) * self._block.nbytes * share
-        self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
+        span = timing.op.layers
+        moved = self._nbytes(timing.op, timing.rows - timing.failed)
+        self._metrics.transferred(timing.op.path.value, moved, timing.seconds)
         self.tracer.span(
             timing.op.path.value,
             "all layers" if span is None else f"layers {span.start}..{span.stop}",
             timing.started,
             timing.started + timing.seconds,
             graph=timing.graph_id,
-            nbytes=int(moved),
+            nbytes=moved,
             failed=timing.failed,
         )
 

@@ -84,8 +84,9 @@ class WorkerConnector(StepWorker[str]):
         """Start to copy into the engine's pages. Blocks as `_submit` does."""
         for graph in graphs:
             self._started[graph.graph_id] = self._expect(graph)
+        together = self._worker.wave()
         for graph in graphs:
-            self._submit(graph)
+            self._submit(graph, together)
 
     # -- loads ------------------------------------------------------------------------------
 

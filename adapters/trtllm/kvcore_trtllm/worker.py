@@ -238,7 +238,10 @@ class WorkerConnector(StepWorker[int]):
         self._cancel(plan.cancel)
         for graph_id in plan.fence:
             self._pass(graph_id)
-        for graph in (*plan.sync_loads, *(graph for _, graph in plan.async_loads), *plan.spills):
+        together = self._worker.wave()
+        for graph in plan.sync_loads:
+            self._submit(graph, together)
+        for graph in (*(graph for _, graph in plan.async_loads), *plan.spills):
             self._submit(graph)
         if plan.blends or not self._layerwise:
             self._follow_loads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import OpState, OpTiming, TransferEngine
+from kvcore.transfer.engine import BYTES_ISSUED, OpState, OpTiming, TransferEngine
 from kvcore.transfer.graph import (
+    COPY_BYTES,
     SKIP,
     OpReport,
     Path,
@@ -189,6 +191,102 @@ def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
     assert [(graph_id, op_id) for graph_id, op_id, _ in rig.log[1:]] == expected
     rig.engine.check_integrity()
     assert rig.engine.close(timeout=WAIT)
+
+
+ROW_BYTES = 1000
+"""More than the ops of a test: the clock of the waves counts these too."""
+
+
+class Gated(EngineRig):
+    """A rig whose copies to the device run one after another when told; one is always held."""
+
+    def __init__(self) -> None:
+        super().__init__(nbytes=lambda op: op.rows.size * ROW_BYTES)
+        self.turns = threading.Semaphore(0)
+        self.begun: list[tuple[int, int]] = []  # graph and rows
+        self._ops = 0
+        plain = self.at[Path.H2D].run
+
+        def run(graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+            self.begun.append((graph.graph_id, len(rows)))
+            assert self.turns.acquire(timeout=WAIT)
+            return plain(graph, op, rows)
+
+        self.at[Path.H2D].run = run  # type: ignore[method-assign]
+
+    def submit(self, graph: TransferGraph) -> None:
+        self._ops += len(graph.ops)
+        self.engine.submit(graph)
+        if not self.begun:
+            self._until_begun(1)
+
+    def go_on(self) -> None:
+        """End the copy that is held, if there is another to hold."""
+        if len(self.begun) < self._ops:
+            self.turns.release()
+            self._until_begun(len(self.begun) + 1)
+
+    def end(self) -> None:
+        self.turns.release(self._ops)
+
+    def _until_begun(self, count: int) -> None:
+        limit = time.monotonic() + WAIT
+        while len(self.begun) < count:
+            assert time.monotonic() < limit
+            time.sleep(0.0002)
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 6)), min_size=2, max_size=7),
+    piece=st.integers(1, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_load_with_the_fewest_bytes_left_is_first_until_others_have_had_as_many(
+    loads: list[tuple[int, int]], piece: int
+) -> None:
+    """After each load so many more copies are begun, before the next one comes."""
+    rig = Gated()
+    came, clock = [], []  # copies and rows that were begun before each load came
+    for graph_id, (rows, more) in enumerate(loads):
+        came.append(len(rig.begun))
+        clock.append(sum(begun for _, begun in rig.begun))
+        rig.submit(load(graph_id, rows, 0, layers=(), copy_rows=piece))
+        for _ in range(more):
+            rig.go_on()
+    rig.end()
+    assert all(rig.engine.wait(graph_id, WAIT) for graph_id in range(len(loads)))
+    for early, late in itertools.combinations(range(len(loads)), 2):
+        left = [i for i, (g, _) in enumerate(rig.begun) if g == early and i >= came[late]]
+        its = [i for i, (g, _) in enumerate(rig.begun) if g == late]
+        if not left:
+            continue
+        if clock[late] - clock[early] + loads[late][0] < loads[early][0]:
+            assert max(its) < min(left), "it is shorter, and waits for the longer one"
+        else:
+            assert max(left) < min(its), "others have had as much, and it is overtaken again"
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_step_waits_for_no_load_that_was_there_before() -> None:
+    rig = Gated()
+    rig.submit(load(1, 6, 0, layers=(), copy_rows=2))
+    wave = rig.engine.wave()
+    rig.engine.submit(load(2, 50, 0, layers=layer_steps(2)), wave)
+    rig.engine.submit(load(3, 50, 0, layers=layer_steps(2)), wave)
+    rig.turns.release(7)
+    assert all(rig.engine.wait(graph_id, WAIT) for graph_id in (1, 2, 3))
+    assert [graph_id for graph_id, _ in rig.begun] == [1, 2, 3, 2, 3, 1, 1]
+    assert rig.engine.close(timeout=WAIT)
+
+
+@pytest.mark.parametrize("row", [0, 3, 5])
+def test_a_piece_that_fails_fails_its_rows_and_no_others(rig: EngineRig, row: int) -> None:
+    rig.at[Path.H2D].fail = {row: RowError.INTERNAL}
+    rig.engine.submit(load(1, 6, 0, layers=(), copy_rows=2))
+    assert rig.engine.wait(1, WAIT)
+    failed = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert failed == {i: {row: RowError.INTERNAL} if i == row // 2 else {} for i in range(3)}
 
 
 def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: EngineRig) -> None:
@@ -454,6 +552,13 @@ class IssuingRig(EngineRig):
             for one in list(issuer.queue):
                 one.ended.set()
 
+    def end_all(self) -> None:
+        def ended() -> bool:
+            self.let_end()
+            return not self.engine.in_flight
+
+        self.until(ended)
+
     def states(self, graph: TransferGraph) -> list[OpState]:
         with self.engine._lock:
             return list(self.engine._runs[graph.graph_id].states)
@@ -479,6 +584,41 @@ def test_close_waits_for_what_was_issued() -> None:
     assert rig.engine.wait_issued(1, timeout=WAIT)
     assert not rig.engine.close(timeout=0.05), "copies that run were left alone"
     rig.let_end()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_few_bytes_of_a_load_are_issued_so_that_a_small_one_comes_soon() -> None:
+    rig = IssuingRig(nbytes=lambda op: op.rows.size * COPY_BYTES)
+    copies = rig.at[Path.H2D]
+    assert isinstance(copies, Issuer)
+    large, small = load(1, 9, 0, layers=(), copy_rows=1), load(2, 1, 0, layers=(), copy_rows=1)
+    most = BYTES_ISSUED // COPY_BYTES
+    rig.engine.submit(large)
+    rig.until(lambda: len(copies.queue) == most)
+    rig.engine.submit(small)
+    assert rig.states(small) == [OpState.READY]
+    copies.queue[0].ended.set()
+    rig.until(lambda: len(copies.queue) == most + 1)
+    assert rig.states(small) == [OpState.ISSUED]
+    assert rig.states(large).count(OpState.READY) == 9 - most
+    step = load(3, 2, 0, layers=layer_steps(4))
+    rig.engine.submit(step, rig.engine.wave())
+    rig.until(lambda: all(state is OpState.ISSUED for state in rig.states(step)))
+    assert rig.engine.wait_issued(1, timeout=WAIT), "it is waited for: nothing keeps it back"
+    assert not any(state is OpState.READY for state in rig.states(large))
+    rig.end_all()
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_copy_larger_than_may_be_issued_is_issued_alone() -> None:
+    rig = IssuingRig(nbytes=lambda op: op.rows.size * COPY_BYTES)
+    graphs = [load(i, 4, 0, layers=()) for i in range(3)]
+    for graph in graphs:
+        rig.engine.submit(graph)
+    assert rig.engine.wait_issued(0, timeout=WAIT)
+    assert [rig.states(graph) for graph in graphs[1:]] == [[OpState.READY]] * 2
+    rig.end_all()
     assert rig.engine.close(timeout=WAIT)
 
 
