@@ -295,23 +295,29 @@ class KVWorker:
 
         Blocks as `follow` does.
         """
-        self._follow(graph_id, layer)
+        self._follow([graph_id], layer)
 
-    def follow(self, graph_id: int) -> None:
-        """Let the current stream wait for the graph's copies from and to the engine's pages.
+    def follow(self, *graph_ids: int) -> None:
+        """Let the current stream wait for these graphs' copies from and to the engine's pages.
 
         Blocks the host only until they were issued, or have ended. Every reason for which rows may
         fail, but a failure of the device itself, can be polled then. On a CPU, copies that were
         issued have ended.
         """
-        self._follow(graph_id, None)
+        if len(graph_ids) > 1:
+            self.engine.put_first(graph_ids)  # saves are issued together
+        self._follow(graph_ids, None)
 
-    def _follow(self, graph_id: int, layer: int | None) -> None:
-        self.engine.wait_issued(graph_id, layer)
+    def _follow(self, graph_ids: Sequence[int], layer: int | None) -> None:
+        done: dict[int, Event] = {}
+        for graph_id in graph_ids:
+            self.engine.wait_issued(graph_id, layer)
+            for copies in self.engine.issued(graph_id, layer):
+                assert isinstance(copies, IssuedCopies)
+                done[id(copies)] = copies.done  # ops that were joined share them
         stream = self.device.current_stream()
-        for copies in self.engine.issued(graph_id, layer):
-            assert isinstance(copies, IssuedCopies)
-            stream.follow(copies.done)
+        for event in done.values():
+            stream.follow(event)
 
     def close(self, *, timeout: float = 30.0) -> bool:
         """Finish what is in flight, flush the tiers and give the memory back.

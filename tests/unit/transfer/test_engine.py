@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import BYTES_ISSUED, OpState, OpTiming, TransferEngine
+from kvcore.transfer.engine import (
+    BYTES_ISSUED,
+    SAVES_ISSUED,
+    OpPart,
+    OpState,
+    OpTiming,
+    TransferEngine,
+)
 from kvcore.transfer.graph import (
     COPY_BYTES,
     SKIP,
@@ -619,6 +627,162 @@ def test_a_copy_larger_than_may_be_issued_is_issued_alone() -> None:
     assert rig.engine.wait_issued(0, timeout=WAIT)
     assert [rig.states(graph) for graph in graphs[1:]] == [[OpState.READY]] * 2
     rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+class Joiner(Issuer):
+    """An issuer that takes several ops at once. Graphs in ``spoils`` let no other be copied."""
+
+    def __init__(self, log: list[tuple[int, int, tuple[int, ...]]], lock: threading.Lock) -> None:
+        super().__init__(log, lock)
+        self.joins: list[list[int]] = []
+        self.spoils: set[int] = set()
+
+    def run(  # type: ignore[override]
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Queue:
+        if graph.graph_id in self.spoils:
+            raise RuntimeError("planted")
+        return super().run(graph, op, rows)
+
+    def run_joined(self, parts: Sequence[OpPart]) -> Queue:
+        assert self.gate.wait(WAIT)
+        if self.spoils & {part.graph.graph_id for part in parts}:
+            raise RuntimeError("planted")
+        with self.lock:
+            self.joins.append([part.graph.graph_id for part in parts])
+            self.log += [(graph.graph_id, op.op_id, tuple(rows)) for graph, op, rows in parts]
+            self.queue.append(Queue())
+            return self.queue[-1]
+
+
+class JoiningRig(IssuingRig):
+    def __init__(self, **options: object) -> None:
+        self.log = []
+        lock = threading.Lock()
+        self.saves = Joiner(self.log, lock)
+        self.at = {path: Recorder(self.log, lock) for path in Path} | {Path.D2H: self.saves}
+        self.on_device = [self.saves]
+        self.timings = []
+        self.engine = TransferEngine(self.at, observer=self.timings.append, **options)  # type: ignore[arg-type]
+
+    def hold(self) -> None:
+        """Let as many saves be issued as may be: what comes now waits."""
+        for graph_id in range(900, 900 + SAVES_ISSUED):
+            self.engine.submit(
+                build_save(graph_id, chain(1), [0], None, batch_rows=1).bind(units(1))
+            )
+        self.until(lambda: len(self.saves.queue) == SAVES_ISSUED)
+
+
+@given(
+    steps=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=3),
+    spoils=st.sets(st.integers(0, 23), max_size=2),
+    breaks=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_saves_of_a_step_that_wait_together_are_joined_and_end_each_for_itself(
+    steps: list[list[int]], spoils: set[int], breaks: bool
+) -> None:
+    rig = JoiningRig(nbytes=lambda op: op.rows.size * (COPY_BYTES // 12))
+    rig.hold()
+    rig.saves.spoils = spoils
+    graphs, wave_of = {}, {}
+    for sizes in steps:
+        wave = rig.engine.wave()
+        for rows in sizes:
+            graph_id = len(graphs)
+            graphs[graph_id], wave_of[graph_id] = save(graph_id, rows), wave
+            rig.engine.submit(graphs[graph_id], wave)
+    if breaks:
+        for one in rig.saves.queue:
+            one.error = RuntimeError("planted: the device has failed")
+    rig.end_all()
+    reports: dict[int, dict[int, dict[int, RowError]]] = {}
+    for report in rig.engine.poll():
+        reports.setdefault(report.graph_id, {})[report.op_id] = report.failed
+    for graph_id, graph in graphs.items():
+        assert set(reports[graph_id]) == {op.op_id for op in graph.ops}
+        fails = graph_id in spoils
+        expected = dict.fromkeys(range(graph.num_rows), RowError.INTERNAL) if fails else {}
+        assert reports[graph_id][0] == expected, "it failed with another, or without a cause"
+        copied = [rows for number, op_id, rows in rig.log if (number, op_id) == (graph_id, 0)]
+        assert copied == ([] if fails else [tuple(range(graph.num_rows))])
+    for joined in rig.saves.joins:
+        assert len({wave_of[graph_id] for graph_id in joined}) == 1
+        assert sum(graphs[graph_id].num_rows for graph_id in joined) <= 12
+    for wave in set(wave_of.values()):
+        its = [graph_id for graph_id in graphs if wave_of[graph_id] == wave]
+        if not spoils and len(its) > 1 and sum(graphs[i].num_rows for i in its) <= 12:
+            assert its in rig.saves.joins, "several copies, where one was enough"
+    assert (
+        sum(timing.rows for timing in rig.timings if timing.op.path is Path.D2H)
+        == sum(graph.num_rows for graph in graphs.values()) + SAVES_ISSUED
+    )
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_saves_that_were_joined_are_one_of_what_may_be_issued() -> None:
+    rig = JoiningRig()
+    rig.hold()
+    first, second = rig.engine.wave(), rig.engine.wave()
+    for graph_id in range(6):
+        rig.engine.submit(save(graph_id, 1), first if graph_id < 3 else second)
+    for one in list(rig.saves.queue):
+        one.ended.set()
+    rig.until(lambda: len(rig.saves.joins) == SAVES_ISSUED)
+    assert rig.saves.joins == [[0, 1, 2], [3, 4, 5]]
+    copies = [rig.engine.issued(graph_id) for graph_id in range(6)]
+    assert all(one == copies[0] for one in copies[:3])
+    assert copies[0] != copies[3]
+    rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_who_waits_for_saves_has_them_issued_together_and_no_others() -> None:
+    rig = JoiningRig()
+    rig.hold()
+    wave = rig.engine.wave()
+    for graph_id in range(6):
+        rig.engine.submit(save(graph_id, 1), wave)
+    rig.saves.gate.clear()
+    rig.engine.put_first([1, 4, 5])
+    rig.saves.gate.set()
+    for graph_id in (1, 4, 5):
+        assert rig.engine.wait_issued(graph_id, timeout=WAIT)
+    issued = {graph_id for graph_id, _, _ in rig.log if graph_id < 900}
+    assert issued == {1, 4, 5}
+    assert len(rig.saves.queue) <= SAVES_ISSUED + 2
+    rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+@pytest.mark.parametrize("at", ["_finish", "ends"])
+def test_an_error_of_the_engine_ends_all_that_were_joined(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    rig = JoiningRig()
+    rig.hold()
+    wave = rig.engine.wave()
+    for graph_id in range(4):
+        rig.engine.submit(save(graph_id, 1), wave)
+    finish = rig.engine._finish
+
+    def broken(run: Any, position: int, failed: dict[int, RowError]) -> None:
+        if run.graph.graph_id == 2 and not failed:
+            raise RuntimeError("planted: the books are wrong")
+        finish(run, position, failed)
+
+    if at == "_finish":
+        monkeypatch.setattr(rig.engine, "_finish", broken)
+    else:
+        monkeypatch.setattr(rig.engine, "_execute_joined", None)
+    rig.end_all()
+    failed = {r.graph_id: r.failed for r in rig.engine.poll() if r.op_id == 0}
+    assert set(failed) >= set(range(4)), "somebody waits for it for ever"
+    assert failed[2] == {0: RowError.INTERNAL}
+    assert rig.engine.stopped
     assert rig.engine.close(timeout=WAIT)
 
 
