@@ -1,14 +1,14 @@
 """What many small saves cost the host, and how long a short load waits behind a long one.
 
-    python -m benchmarks.transfers [--saves 256] [--rounds 7] [--mib 1024]
+    python -m benchmarks.transfers [--saves 256] [--rounds 7] [--mib 1024] [--device cuda]
 
     saves    saves of one block each, as those of one step: joined, as the transfer engine does it,
              beside one by one, and beside one save of all the blocks. Measured is the time on a
              core of all threads of the process. The device does nothing.
     loads    a load of one block that comes just after a load of --mib MiB, whose copy is cut as
-             the leader cuts it, and uncut. The pages are in the CPU's memory, so that the copies
-             are real; a GPU's link is several times as fast. Measured is the time until each has
-             ended.
+             the leader cuts it, and uncut. Measured is the time until each has ended. The pages are
+             on --device: by default in the CPU's memory, so that the copies are real. A GPU's link
+             is several times as fast.
 
 Every ratio is of two medians of the same run, whose rounds alternate.
 """
@@ -33,7 +33,7 @@ from benchmarks.copies import IdleDevice, NoKernels
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.link import LinkOps
 from kvcore.memory.copy.native import NativeOps
-from kvcore.memory.device import serve_devices
+from kvcore.memory.device import device_of, serve_devices
 from kvcore.memory.layout import DeviceGroup, KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.transfer.graph import COPY_BYTES, TransferGraph, UnitTable
@@ -59,7 +59,7 @@ def worker(shape: BlockShape, blocks: int, device: str, ops: DeviceOps) -> Itera
     dtype = getattr(torch, shape.dtype)
     tensors = [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.layers)]
     view = KVView(from_strides(tensors, shape), tensors)
-    arena = HostArena(shape, blocks)
+    arena = HostArena(shape, blocks, pin=device_of(torch.device(device)))
     made = KVWorker(
         arena=arena,
         arena_view=KVView(arena.layout(), [arena.tensor().fill_(1)]),
@@ -144,13 +144,14 @@ def saves(count: int, rounds: int) -> dict[str, float]:
     return found
 
 
-def loads(nbytes: int, rounds: int) -> dict[str, float]:
+def loads(nbytes: int, rounds: int, device: str) -> dict[str, float]:
     """Return the milliseconds until a short load and the long one before it have ended."""
     shape = BlockShape(32, 8, 128, TOKENS, "bfloat16")
     blocks = max(2, nbytes // shape.nbytes)
     graphs = Graphs()
     found: dict[str, list[float]] = {}
-    with worker(shape, blocks + 1, "cpu", NativeOps()) as rank:
+    ops = NativeOps() if device == "cpu" else LinkOps()
+    with worker(shape, blocks + 1, device, ops) as rank:
         for number in range(rounds + 1):
             for way, rows in (("uncut", None), ("cut", COPY_BYTES // shape.nbytes)):
                 long, short = graphs.load(range(blocks), rows), graphs.load([blocks], rows)
@@ -168,7 +169,7 @@ def loads(nbytes: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in found.items()}
 
 
-def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
+def draw(figure: Figure, rows: Sequence[Mapping[str, Any]]) -> None:
     """Plot the milliseconds of each way."""
     axes = figure.subplots()
     axes.barh([f"{row['what']}: {row['way']}" for row in rows], [row["ms"] for row in rows])
@@ -185,16 +186,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--saves", type=int, default=256, help="saves of one block")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=1024, help="MiB of the long load")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the loads")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    notes = {"saves": options.saves, "rounds": options.rounds, "MiB": options.mib}
+    notes = {
+        "saves": options.saves,
+        "rounds": options.rounds,
+        "MiB": options.mib,
+        "device": options.device,
+    }
     report = Report("transfers", COLUMNS, "saves one by one; loads that are uncut", notes)
     found = saves(options.saves, options.rounds)
     for way, ms in found.items():
         ratio = ms / found["one by one"]
         report.add(what="saves, on a core", way=way, ms=ms, **{"of the baseline": ratio})
-    found = loads(options.mib << 20, options.rounds)
+    found = loads(options.mib << 20, options.rounds, options.device)
     for way, ms in found.items():
         ratio = ms / found[f"{way.split(',')[0]}, uncut"]
         report.add(what="loads", way=way, ms=ms, **{"of the baseline": ratio})
