@@ -11,6 +11,7 @@ import sys
 ALL = (
     "control_plane",
     "copies",
+    "transfers",
     "disk",
     "index_rebuild",
     "chunk_find",

@@ -240,7 +240,7 @@ def measure(case: Case, rounds: int, context: bool) -> Iterable[tuple[str, str, 
 # ---- what the host does for a copy that a GPU carries out ----
 
 
-class _Idle(Device):
+class IdleDevice(Device):
     """A device in the place of torch's "meta": it takes work and does none."""
 
     def __init__(self, name: torch.device) -> None:
@@ -282,7 +282,7 @@ class _Idle(Device):
         pass
 
 
-class _NoKernels(DeviceOps):
+class NoKernels(DeviceOps):
     name: ClassVar[str] = "none"
     priority: ClassVar[int] = 0
 
@@ -298,7 +298,7 @@ HOST_COLUMNS = ("copy", "layers", "blocks", "way", "first ms", "later ms")
 
 def host_times(rounds: int) -> Iterator[Row]:
     """Yield what a save of 16 blocks of 256 tokens costs the host, in Llama-3-8B's shape."""
-    undo = serve_devices("meta", _Idle)
+    undo = serve_devices("meta", IdleDevice)
     blocks, tokens = 16, 256
     for count, order in itertools.product((32, 1), ("tokens first", "heads first")):
         shape = BlockShape(count, 8, 128, tokens, "bfloat16")
@@ -311,7 +311,7 @@ def host_times(rounds: int) -> Iterator[Row]:
         arena = KVView(arena_layout(shape, blocks), [memory])
         units = np.random.default_rng(0).permutation(blocks)
         for way in (LinkWay.STAGED, None):
-            ops = LinkOps(_NoKernels(), _NoKernels(), way)
+            ops = LinkOps(NoKernels(), NoKernels(), way)
             copy = partial(ops.copy_blocks, engine, units, arena, units)
             first = timed(copy)
             later = min(timed(copy) for _ in range(rounds))  # without what else the machine does

@@ -188,13 +188,16 @@ class StepWorker(Generic[_R]):
         """Return an event after the engine's work so far; None if there is no device."""
         return self._worker.mark()
 
-    def _submit(self, graph: TransferGraph, wave: int | None = None) -> None:
+    def _submit(
+        self, graph: TransferGraph, wave: int | None = None, after: Event | None = None
+    ) -> None:
         """Start a graph. If the worker refuses it, its failed ops are reported.
 
-        Its copies run after the engine's work so far. Does not block, except up to `RETRY_WAIT_S`
-        for each further attempt of a refused load.
+        Its copies run after the engine's work so far, unless ``after`` is given. Does not block,
+        except up to `RETRY_WAIT_S` for each further attempt of a refused load.
         """
-        after = self._mark() if graph.units else None
+        if after is None and graph.units:
+            after = self._mark()
         with self._lock:
             if (load := self._loads.get(graph.graph_id)) is not None:
                 load.after = after = load.after or after
@@ -203,6 +206,17 @@ class StepWorker(Generic[_R]):
             self._todo.pop(graph.graph_id, None)
             for report in refused:
                 self._take(report)
+
+    def _submit_saves(self, graphs: Iterable[TransferGraph]) -> None:
+        """Start the saves of a step. Those that wait for the device together are copied at once.
+
+        Blocks as `_submit` does.
+        """
+        saves = list(graphs)
+        if saves:
+            together, after = self._worker.wave(), self._mark()
+            for graph in saves:
+                self._submit(graph, together, after)
 
     def take_on(self, graphs: Iterable[TransferGraph], orders: Iterable[BlendOrder] = ()) -> None:
         """Record the graphs and blends that this step begins. Call before anything can fail."""
@@ -432,7 +446,7 @@ class StepWorker(Generic[_R]):
         load.begin()
         try:
             self._worker.wait_report(RETRY_WAIT_S)  # if the queue was full, let it drain
-            self._submit(load.graph)
+            self._submit(load.graph, self._worker.wave())  # somebody waits for it by now
         except BaseException:
             if self._loads.get(load.graph_id) is load:  # no report would ever end it
                 self._refuse([load.graph], RowError.REFUSED)

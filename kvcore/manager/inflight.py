@@ -97,6 +97,8 @@ class Flights:
         # A read op must not name a staging slot twice.
         self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
         """The most blocks of one op."""
+        self.copied = options.copy_blocks
+        """The most blocks of one copy to the device that no step waits for; None for any number."""
         self.ids = itertools.count(1)
         """Numbers the graphs, for whoever plans them."""
         self._max_in_flight = options.max_in_flight

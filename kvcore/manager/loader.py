@@ -131,6 +131,7 @@ class Loader:
             host_slots,
             _split_rows(rows, [r.stop - blocks.start for r in flight.reserved]),
             batch_rows=batch,
+            copy_rows=self._flights.copied,
             layers=layers,
             deadline_s=deadline_s,
             nodes=self._nodes(hit, blocks),

@@ -48,7 +48,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.guard import key_of_secret
-from kvcore.transfer.graph import Path
+from kvcore.transfer.graph import COPY_BYTES, Path
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts
 
@@ -110,6 +110,12 @@ def arena_arrangement(
     """
     plain = points is None and packed is None
     return Arrangement(config.host.arrangement) if plain else Arrangement.BLOCKWISE
+
+
+def copy_blocks(model: ModelDescription) -> int:
+    """Return how many blocks of the largest rank `COPY_BYTES` hold, at least one."""
+    largest = max(slot_bytes(model.rank_shape(rank)) for rank in range(model.world_size))
+    return max(1, COPY_BYTES // largest)
 
 
 def device_slots(config: Config, model: ModelDescription, points: PointRows | None) -> int:
@@ -270,6 +276,7 @@ def build_manager(
             staging_slots=range(slots.indexed, slots.total),
             device_slots=device_slots(config, model, points),
             batch_blocks=config.transfer.batch_blocks,
+            copy_blocks=copy_blocks(model),
             write_through_in_save=write_through_in_save,
         ),
         metrics=metrics,

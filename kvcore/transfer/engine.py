@@ -6,9 +6,25 @@ A wave is a set of graphs that are waited for together, layer by layer: the load
 chunks of a blend. Layer 0 of all graphs of a wave is copied before layer 1 of any of them, and an
 earlier wave before a later one.
 
+Waves are numbered by a clock that also counts the bytes of the loads that were begun. A load that
+no step waits for is a wave of its own, as late as if its own bytes had been moved first:
+
+    the clock   ──┬─────────────────┬────────────────▶
+      large load  └── 4 GiB ────────┼───────▶ its wave
+      small load                    └ 8 MiB ▶ its wave: it overtakes what is left of the large one
+
+So the load with the fewest bytes left goes first: the sum of all waits is then the smallest, where
+taking turns would let loads of one size all end at the end. But none waits for ever: once as many
+bytes as its own were moved by others, no later load overtakes it.
+
     op      created ──▶ ready ──▶ running ──▶ issued ──▶ completed | failed
                   │       │           └──────────────────▶
                   └───────┴──▶ cancelled (by the caller, a deadline, or close)
+
+The saves of a named wave are those of one step, of a few blocks each. Those that wait together are
+joined: the executor copies all of them at once, up to `COPY_BYTES`, for about the cost of one op.
+Each keeps its own state and reports its own end. If copies that were joined cannot be issued, each
+is issued alone, and only those fail that fail alone.
 
 An executor may return before its work has ended, with what to wait for: the op is then *issued*.
 Its thread goes on to the next op, and a second thread waits for the ends in order. Whoever may go
@@ -16,9 +32,9 @@ on once the work is in a queue of the device waits for "issued" only (`wait_issu
 own stream wait for the rest. All reasons why rows of an op may fail are known by then: an op that
 was issued can fail only if the device itself fails. Dependent ops and reports wait for the end.
 
-At most `SAVES_ISSUED` ops of saves a thread are issued and have not ended, so that a load finds
-little before it on the device. Loads are issued as soon as they are ready, and so is any op that
-`wait_issued` waits for.
+What is issued cannot be overtaken. So at most `SAVES_ISSUED` ops of saves a thread are issued and
+have not ended, and at most `BYTES_ISSUED` of the loads that no step waits for. The loads of a named
+wave are issued as soon as they are ready, and so is any op that `wait_issued` waits for.
 
 A row that fails does not stop the others: ops that depend on it skip that row and report it as
 failed upstream. The outcome of each op is reported as an ``OpReport``.
@@ -37,23 +53,45 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvcore._util.cpus import settle_thread
 from kvcore._util.threads import GuardedThread, InOrder
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
+from kvcore.transfer.graph import (
+    COPY_BYTES,
+    OpReport,
+    Path,
+    Priority,
+    RowError,
+    TransferGraph,
+    TransferOp,
+)
 
-__all__ = ["Executor", "Issued", "OpState", "OpTiming", "TransferEngine"]
+__all__ = [
+    "Executor",
+    "Issued",
+    "JoiningExecutor",
+    "OpPart",
+    "OpState",
+    "OpTiming",
+    "TransferEngine",
+]
 
 _log = logging.getLogger("kvcore.transfer")
 
 SAVES_ISSUED = 2
 """The most ops of saves and spills that a thread has issued and that have not ended."""
+
+BYTES_ISSUED = 2 * COPY_BYTES
+"""The most bytes of loads without a wave that a thread has issued to a device and that have not
+ended, unless it is one op: two ops, so that the device always has one while the host sees the end
+of another."""
 
 _AWAITED = -1
 """The priority of ops that somebody waits for."""
@@ -110,6 +148,27 @@ class Executor(Protocol):
         ...
 
 
+class OpPart(NamedTuple):
+    """An op among several that are carried out at once: ``rows`` of ``op`` of ``graph``."""
+
+    graph: TransferGraph
+    op: TransferOp
+    rows: list[int]
+
+
+@runtime_checkable
+class JoiningExecutor(Executor, Protocol):
+    """An executor that can copy rows of several graphs at once."""
+
+    def run_joined(self, parts: Sequence[OpPart]) -> Issued | None:
+        """Copy all rows of ``parts``, or raise.
+
+        Returns None once they are copied, or what to wait for, once a device has all copies in a
+        queue. If it raises, what it has issued has ended; any of the parts may be run again.
+        """
+        ...
+
+
 _Which = Callable[[TransferOp], bool]
 
 _Entry = tuple[int, int, int, int, int, int]
@@ -128,30 +187,43 @@ class OpTiming(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """An op that a thread carries out. ``limited`` if it counts against `SAVES_ISSUED`."""
+    """An op that a thread carries out. ``counted`` if it counts against what may be issued.
+
+    Of ops that are joined the first one counts for all.
+    """
 
     run: _ActiveGraph
     position: int
     upstream: dict[int, RowError]
     rows: list[int]
-    limited: bool
+    counted: bool
 
     @property
     def op(self) -> TransferOp:
         return self.run.graph.ops[self.position]
 
 
-_Ends = InOrder[tuple[_Taken, Issued]]
+_Ends = InOrder[tuple[list[_Taken], Issued]]
 """Sees the ends of what a thread has issued, in order."""
 
 
 class _ActiveGraph:
     """A graph in flight. All fields are guarded by the engine's lock."""
 
-    def __init__(self, graph: TransferGraph, deadline: float | None, wave: int) -> None:
+    def __init__(
+        self,
+        graph: TransferGraph,
+        deadline: float | None,
+        wave: int,
+        nbytes: list[int],
+        *,
+        alone: bool,
+    ) -> None:
         self.graph = graph
         self.deadline = deadline
         self.wave = wave
+        self.nbytes = nbytes  # by position
+        self.alone = alone  # True without a named wave
         self.states = [OpState.CREATED] * len(graph.ops)
         self.index = {op.op_id: i for i, op in enumerate(graph.ops)}
         self.failed: dict[int, RowError] = {}
@@ -181,7 +253,8 @@ class TransferEngine:
     """Runs graphs on the threads of one worker.
 
     ``executors`` maps each path to its executor, ``threads`` to its number of threads (default 1).
-    At most ``queue_depth`` ops are in flight. ``observer`` is called for every op that ran; what it
+    At most ``queue_depth`` ops are in flight. ``nbytes`` returns the bytes that an op moves here,
+    for the order of loads and their limit. ``observer`` is called for every op that ran; what it
     raises is logged once. ``near`` are cores that the threads prefer (`settle_thread`). Raises
     CapacityError if a thread cannot be started.
     """
@@ -192,6 +265,7 @@ class TransferEngine:
         *,
         threads: Mapping[Path, int] | None = None,
         queue_depth: int = 4096,
+        nbytes: Callable[[TransferOp], int] = lambda op: 0,
         observer: Callable[[OpTiming], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         near: Set[int] = frozenset(),
@@ -199,6 +273,7 @@ class TransferEngine:
         self._near = near
         self._executors = dict(executors)
         self._depth = queue_depth
+        self._nbytes = nbytes
         self._observer = observer
         self._clock = clock
         self._lock = threading.Lock()
@@ -213,12 +288,14 @@ class TransferEngine:
         self._stopped = ""
         self._observer_failed = False
         counts = threads or {}
-        self._may_issue = {path: SAVES_ISSUED * counts.get(path, 1) for path in self._executors}
+        self._counts = {path: counts.get(path, 1) for path in self._executors}
+        self._saves_issued = dict.fromkeys(self._executors, 0)
+        self._bytes_issued = dict.fromkeys(self._executors, 0)
         self._ends: list[_Ends] = []
         self._threads = [
             self._thread(path, f"kvcore-{path.value}-{n}")
-            for path in self._executors
-            for n in range(counts.get(path, 1))
+            for path, count in self._counts.items()
+            for n in range(count)
         ]
         if not all(thread.start() for thread in self._threads):
             self.close(timeout=_START_FAILED_S)
@@ -260,7 +337,12 @@ class TransferEngine:
                     f"flight; the limit is {self._depth} (transfer.queue_depth)"
                 )
             deadline = None if graph.deadline_s is None else self._clock() + graph.deadline_s
-            run = _ActiveGraph(graph, deadline, self._next() if wave is None else wave)
+            nbytes = [self._nbytes(op) for op in graph.ops]
+            alone = wave is None
+            if wave is None:
+                own = sum(nbytes) if graph.priority is Priority.LOAD else 0
+                wave = self._next() + own
+            run = _ActiveGraph(graph, deadline, wave, nbytes, alone=alone)
             self._runs[graph.graph_id] = run
             self._live_ops += len(graph.ops)
             self._advance(run)
@@ -340,6 +422,13 @@ class TransferEngine:
             self._expire(self._clock())
             reports, self._reports = self._reports, []
             return reports
+
+    def put_first(self, graph_ids: Iterable[int]) -> None:
+        """Issue the device ops of these graphs before all others, for who will wait for each."""
+        with self._lock:
+            for graph_id in graph_ids:
+                if run := self._runs.get(graph_id):
+                    self._put_first(run, _on_device)
 
     # -- looking ----------------------------------------------------------------------------
 
@@ -522,8 +611,8 @@ class TransferEngine:
         settle_thread(background=path.writes_tier, near=self._near)
         ends = self._make_ends()
         try:
-            while (taken := self._take(path)) is not None:
-                self._carry_out(taken, ends)
+            while (joined := self._take(path)) is not None:
+                self._carry_out(joined, ends)
         finally:
             ends.close()
 
@@ -536,47 +625,68 @@ class TransferEngine:
             self._ends.append(ends)
         return ends
 
-    def _carry_out(self, taken: _Taken, ends: _Ends) -> None:
-        """Carry an op out until it has ended, or until its copies are issued.
+    def _carry_out(self, joined: list[_Taken], ends: _Ends) -> None:
+        """Carry ops out until they have ended, or until their copies are issued.
 
-        If the engine itself has an error, that is raised, after the op has ended as failed.
+        If the engine itself has an error, that is raised, after all of them have ended, as failed.
         """
-        copies: Issued | None = None
+        left = deque(joined)
         try:
             started = self._clock()
-            outcome = self._execute(taken.run.graph, taken.op, taken.rows)
-            if isinstance(outcome, dict):
-                self._end(taken, outcome, started, self._clock() - started)
-                return
-            copies = outcome
-            with self._lock:
-                taken.run.states[taken.position] = OpState.ISSUED
-                taken.run.issued[taken.position] = copies
-                self._changed.notify_all()
-            ends.put((taken, copies))
+            outcome = self._execute_joined(joined) if len(joined) > 1 else None
+            if outcome is not None:
+                left.clear()
+                self._take_outcome(joined, outcome, started, ends)
+            while left:
+                started, taken = self._clock(), left.popleft()
+                self._take_outcome([taken], self._execute(taken), started, ends)
         except BaseException:
-            self._drop(taken, copies)
+            state_of = ((taken, taken.run.states[taken.position]) for taken in joined)
+            self._drop([taken for taken, state in state_of if state is OpState.RUNNING], None)
             raise
 
-    def _see_end(self, issued: tuple[_Taken, Issued]) -> None:
+    def _take_outcome(
+        self,
+        joined: list[_Taken],
+        outcome: dict[int, RowError] | Issued,
+        started: float,
+        ends: _Ends,
+    ) -> None:
+        """End ops that were carried out, or see their end later. Raises as `_carry_out` does."""
+        if isinstance(outcome, dict):
+            failed = [outcome] if len(joined) == 1 else [{} for _ in joined]
+            self._end(joined, failed, started, self._clock() - started)
+            return
+        try:
+            with self._lock:
+                for taken in joined:
+                    taken.run.states[taken.position] = OpState.ISSUED
+                    taken.run.issued[taken.position] = outcome
+                self._changed.notify_all()
+            ends.put((joined, outcome))
+        except BaseException:
+            self._drop(joined, outcome)
+            raise
+
+    def _see_end(self, issued: tuple[list[_Taken], Issued]) -> None:
         """Wait until copies have ended. Raises as `_carry_out` does."""
-        taken, copies = issued
-        failed: dict[int, RowError] = {}
+        joined, copies = issued
+        failed: list[dict[int, RowError]] = [{} for _ in joined]
         seconds = 0.0
         try:
             try:
                 copies.wait()
                 seconds = copies.seconds()
             except Exception:  # noqa: BLE001 - thread boundary: the device has failed
-                self._log_failure(taken.run.graph, taken.op)
-                failed = dict.fromkeys(taken.rows, RowError.INTERNAL)
-            self._end(taken, failed, self._clock() - seconds, seconds)
+                self._log_failure(joined[0].run.graph, joined[0].op)
+                failed = [dict.fromkeys(taken.rows, RowError.INTERNAL) for taken in joined]
+            self._end(joined, failed, self._clock() - seconds, seconds)
         except BaseException:
-            self._drop(taken, copies)
+            self._drop(joined, copies)
             raise
 
-    def _drop(self, taken: _Taken, copies: Issued | None) -> None:
-        """End an op in hand as failed, after what was issued of it: it may touch pages till then.
+    def _drop(self, joined: list[_Taken], copies: Issued | None) -> None:
+        """End ops in hand as failed, after what was issued of them: it may touch pages till then.
 
         If the executor has raised, there is none left.
         """
@@ -584,7 +694,8 @@ class TransferEngine:
             with suppress(Exception):  # the device has failed
                 copies.wait()
         with self._lock:
-            self._give_up(taken.run, taken.position)
+            for taken in joined:
+                self._give_up(taken.run, taken.position)
             self._changed.notify_all()
 
     def _stop(self, name: str, error: BaseException) -> None:
@@ -604,61 +715,139 @@ class TransferEngine:
             _log.error("this rank loads and saves no more: %s", self._stopped, exc_info=error)
 
     def _end(
-        self, taken: _Taken, failed: dict[int, RowError], started: float, seconds: float
+        self,
+        joined: list[_Taken],
+        failed: list[dict[int, RowError]],
+        started: float,
+        seconds: float,
     ) -> None:
-        run, op = taken.run, taken.op
+        """End ops that took ``seconds`` together; ``failed`` has the failed rows of each."""
         with self._lock:
-            if taken.limited:
-                self._may_issue[op.path] += 1
-                self._work[op.path].notify()
-            self._finish(run, taken.position, {**taken.upstream, **failed})
-            self._advance(run)
-            self._forget_if_ended(run)
+            for taken, errors in zip(joined, failed, strict=True):
+                run = taken.run
+                if taken.counted:
+                    self._count_issued(run, taken.position, -1)
+                self._finish(run, taken.position, {**taken.upstream, **errors})
+                self._advance(run)
+                self._forget_if_ended(run)
+            self._work[joined[0].op.path].notify_all()
             self._changed.notify_all()
         if self._observer is not None:
-            graph_id, rows = run.graph.graph_id, len(taken.rows)
+            self._observe(self._observer, joined, failed, started, seconds)
+
+    def _observe(
+        self,
+        observer: Callable[[OpTiming], None],
+        joined: list[_Taken],
+        failed: list[dict[int, RowError]],
+        started: float,
+        seconds: float,
+    ) -> None:
+        """Tell the observer of each op, with its share of the seconds by rows."""
+        each = seconds / max(1, sum(len(taken.rows) for taken in joined))
+        for taken, errors in zip(joined, failed, strict=True):
+            rows = len(taken.rows)
+            share = each * rows if len(joined) > 1 else seconds
+            graph_id = taken.run.graph.graph_id
             try:
-                self._observer(OpTiming(op, rows, len(failed), seconds, graph_id, started))
+                observer(OpTiming(taken.op, rows, len(errors), share, graph_id, started))
             except Exception:  # noqa: BLE001 - who looks on ends nothing
                 if not self._observer_failed:
                     self._observer_failed = True
                     _log.exception("what observes transfers has failed, and is called again")
+            started += share
 
-    def _take(self, path: Path) -> _Taken | None:
-        """Block until an op of ``path`` may start; None when the engine closes."""
+    def _take(self, path: Path) -> list[_Taken] | None:
+        """Block until an op of ``path`` may start, and take it with those that it is joined with.
+
+        Returns None when the engine closes.
+        """
         queue = self._queues[path]
         with self._lock:
             while True:
-                while queue and not self._is_ready(*queue[0][-2:]):
+                if (first := self._first(path)) and self._may_start(path, first):
                     heapq.heappop(queue)
-                if queue and (queue[0][0] <= Priority.LOAD or self._may_issue[path] > 0):
-                    return self._taken(path, *heapq.heappop(queue)[-2:])
+                    return self._joined(path, first)
                 if (self._closed or self._stopped) and not queue:
                     return None
                 self._work[path].wait()
 
-    def _taken(self, path: Path, graph_id: int, position: int) -> _Taken:
+    def _first(self, path: Path) -> _Entry | None:
+        """Return the first op that is ready on a path. Forgets entries that are void."""
+        queue = self._queues[path]
+        while queue and not self._is_ready(*queue[0][-2:]):
+            heapq.heappop(queue)
+        return queue[0] if queue else None
+
+    def _joined(self, path: Path, first: _Entry) -> list[_Taken]:
+        """Take an op, and the saves of its wave that wait with it."""
+        taken = [self._taken(*first[-2:], counted=True)]
+        run = taken[0].run
+        joins = isinstance(self._executors[path], JoiningExecutor) and not run.alone
+        if not joins or run.graph.priority is not Priority.SAVE:
+            return taken
+        nbytes = run.nbytes[taken[0].position]
+        while (entry := self._first(path)) and entry[:3] == first[:3]:
+            graph_id, position = entry[-2:]
+            nbytes += self._runs[graph_id].nbytes[position]
+            if nbytes > COPY_BYTES:
+                break
+            heapq.heappop(self._queues[path])
+            taken.append(self._taken(graph_id, position, counted=False))
+        return taken
+
+    def _may_start(self, path: Path, entry: _Entry) -> bool:
+        """Return True unless as much as may be issued of its kind is issued on this path."""
+        priority, *_, graph_id, position = entry
+        count, run = self._counts[path], self._runs[graph_id]
+        if priority > Priority.LOAD:
+            return self._saves_issued[path] < SAVES_ISSUED * count
+        before = self._bytes_issued[path]
+        if priority == _AWAITED or not (before and run.alone and path.touches_device):
+            return True
+        return before + run.nbytes[position] <= BYTES_ISSUED * count
+
+    def _count_issued(self, run: _ActiveGraph, position: int, sign: int) -> None:
+        """Count an op that starts (+1) or has ended (-1) against what may be issued."""
+        path = run.graph.ops[position].path
+        if run.graph.priority > Priority.LOAD:
+            self._saves_issued[path] += sign
+        elif run.alone:
+            self._bytes_issued[path] += sign * run.nbytes[position]
+
+    def _taken(self, graph_id: int, position: int, *, counted: bool) -> _Taken:
         run = self._runs[graph_id]
-        limited = run.graph.priority > Priority.LOAD
         span = range(*run.graph.ops[position].rows)
         upstream = {row: RowError.UPSTREAM for row in span if row in run.failed}
         rows = [row for row in span if row not in upstream]
-        taken = _Taken(run, position, upstream, rows, limited)
-        if limited:
-            self._may_issue[path] -= 1
+        taken = _Taken(run, position, upstream, rows, counted)
+        if counted:
+            self._count_issued(run, position, 1)
+        if run.graph.priority is Priority.LOAD:
+            self._order += run.nbytes[position]
         run.states[position] = OpState.RUNNING  # last: from here on this thread must end it
         return taken
 
-    def _execute(
-        self, graph: TransferGraph, op: TransferOp, rows: list[int]
-    ) -> dict[int, RowError] | Issued:
-        if not rows:
+    def _execute(self, taken: _Taken) -> dict[int, RowError] | Issued:
+        if not taken.rows:
             return {}
         try:
-            return self._executors[op.path].run(graph, op, rows)
+            return self._executors[taken.op.path].run(taken.run.graph, taken.op, taken.rows)
         except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue continues
-            self._log_failure(graph, op)
-            return dict.fromkeys(rows, RowError.IO if op.tier else RowError.INTERNAL)
+            self._log_failure(taken.run.graph, taken.op)
+            why = RowError.IO if taken.op.tier else RowError.INTERNAL
+            return dict.fromkeys(taken.rows, why)
+
+    def _execute_joined(self, joined: list[_Taken]) -> dict[int, RowError] | Issued | None:
+        """Carry ops out at once; return None if they must be carried out one by one."""
+        executor = self._executors[joined[0].op.path]
+        assert isinstance(executor, JoiningExecutor)
+        parts = [OpPart(taken.run.graph, taken.op, taken.rows) for taken in joined if taken.rows]
+        try:
+            return (executor.run_joined(parts) if parts else None) or {}
+        except Exception:  # noqa: BLE001 - one of them may be at fault: each is tried alone
+            _log.debug("%d ops failed together and are tried one by one", len(parts), exc_info=True)
+            return None
 
     @staticmethod
     def _log_failure(graph: TransferGraph, op: TransferOp) -> None:

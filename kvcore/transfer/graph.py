@@ -30,6 +30,13 @@ SKIP = -1
 NO_PARENT = ROOT_PARENT
 """Parent key of the first block of a chain."""
 
+COPY_BYTES = 128 << 20
+"""Bytes of one copy from or to the device, at most, where a larger one can be cut.
+
+An op that runs cannot be overtaken. This one takes 2.4 ms on a link of 55 GB/s, a part of a step.
+The host has about 0.3 ms of work for each op, so smaller ops would cost more for little.
+"""
+
 
 class Path(str, Enum):
     """One direction between two media. Each path has its own queue in the transfer engine."""

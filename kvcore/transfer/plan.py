@@ -6,7 +6,8 @@ the prefix chain, because every tier holds a prefix-closed set:
     rows   0 ........ h ............ d1 ......... d2
            host       first tier     second tier
     ops    H2D by     DISK2H+H2D     REMOTE2H+H2D
-           layer      by batch       by batch
+           layer or   by batch       by batch
+           by piece
 
 A tier whose blocks bypass host memory is read by DISK2D instead, and copied on by D2D.
 
@@ -126,6 +127,7 @@ def build_load(
     sources: Sequence[TierRows],
     *,
     batch_rows: int,
+    copy_rows: int | None = None,
     layers: Sequence[Span] = (),
     deadline_s: float | None = None,
     nodes: tuple[str, ...] = (),
@@ -134,8 +136,10 @@ def build_load(
 ) -> TransferGraph:
     """Plan a load of ``chain`` to the device.
 
-    Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps
-    (empty: one op for all layers). ``host_slots`` may name one slot for several rows of the sources
+    Rows in no source are already in the host arena. ``layers`` cuts their copy into layer steps.
+    Without it the copy is cut into ops of ``copy_rows`` rows, so that another load can come between
+    them (None: it is one op). A step waits for all rows of a layer at once: steps are not cut.
+    ``host_slots`` may name one slot for several rows of the sources
     (staging): a read into a slot then waits until the copy out of it is done. The same holds for
     ``staged``, the places on the device for rows of sources that bypass host memory. ``point`` is
     the row at which a resume point begins.
@@ -143,9 +147,12 @@ def build_load(
     ops = _Ops()
     tier_slots = [-1] * len(chain.keys)
     host_rows = Span(0, sources[0].rows.start if sources else len(chain.keys))
-    if host_rows.size:
-        for step in layers or (None,):
+    if host_rows.size and layers:
+        for step in layers:
             ops.add(Path.H2D, host_rows, layers=step)
+    else:
+        for rows in batches(host_rows, copy_rows or max(host_rows.size, 1)):
+            ops.add(Path.H2D, rows)
     reader_of: dict[tuple[Path, int], int] = {}  # path and place -> the copy that last read it
     for source in sources:
         tier_slots[source.rows.start : source.rows.stop] = source.slots

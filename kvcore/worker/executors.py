@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
+from kvcore.transfer.engine import OpPart
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
@@ -69,19 +71,42 @@ class DeviceCopy:
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
     ) -> dict[int, RowError] | IssuedCopies:
-        places = graph.staged if op.path.is_staged else graph.host_slots
-        slots = np.array([places[row] for row in rows], dtype=np.int64)
+        return self.run_joined([OpPart(graph, op, rows)]) or {}
+
+    def run_joined(self, parts: Sequence[OpPart]) -> IssuedCopies | None:
+        """Copy the blocks of several ops in one call for each group of layers."""
+        with self._sync.copying(*(part.graph.graph_id for part in parts)) as copies:
+            for graph, op, rows in parts:
+                if graph.point is not None:
+                    self._copy_point(graph, graph.point, rows, _places(graph, op))
+            for alike in self._alike(parts):
+                self._copy_blocks(alike)
+        return copies if self._sync.device.queues else None
+
+    def _alike(self, parts: Sequence[OpPart]) -> Iterable[Sequence[OpPart]]:
+        """Return the parts that one call can copy: of the same pages, layers and units."""
+        found: dict[Any, list[OpPart]] = {}
+        for part in parts:
+            groups = self._elsewhere.get(part.graph.graph_id, self._groups)
+            units = tuple((table.unit_tokens, table.units_per_block) for table in part.graph.units)
+            found.setdefault((id(groups), part.op.layers, units), []).append(part)
+        return found.values()
+
+    def _copy_blocks(self, parts: Sequence[OpPart]) -> None:
+        graph, op, _ = parts[0]
+        slots = np.array(
+            [_places(part.graph, part.op)[row] for part in parts for row in part.rows],
+            dtype=np.int64,
+        )
         groups = self._elsewhere.get(graph.graph_id, self._groups)
-        with self._sync.copying(graph.graph_id) as copies:
-            if graph.point is not None:
-                self._copy_point(graph, graph.point, rows, places)
-            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
-                layers = _positions(group.layers, op)
-                units = table.array()[rows]
-                if layers and (units != SKIP).any():  # some rows only go as far as host memory
-                    unit = group.view_tokens(table.unit_tokens)
-                    self._copy(group.view, units, arena, slots, layers, unit)
-        return copies if self._sync.device.queues else {}
+        for i, (group, arena, table) in enumerate(
+            zip(groups, self._arenas, graph.units, strict=True)
+        ):
+            layers = _positions(group.layers, op)
+            units = np.concatenate([part.graph.units[i].array()[part.rows] for part in parts])
+            if layers and (units != SKIP).any():  # some rows only go as far as host memory
+                unit = group.view_tokens(table.unit_tokens)
+                self._copy(group.view, units, arena, slots, layers, unit)
 
     def _copy_point(
         self, graph: TransferGraph, first: int, rows: Sequence[int], places: Sequence[int]
@@ -153,6 +178,11 @@ class DeviceCopy:
             self._ops.copy_blocks(device, units, arena, blocks, layers, unit_tokens)
 
 
+def _places(graph: TransferGraph, op: TransferOp) -> Sequence[int]:
+    """Return where each row is that is not in the engine's pages."""
+    return graph.staged if op.path.is_staged else graph.host_slots
+
+
 def _cut(units: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:
     """Return the units of each row, each cut into ``parts`` smaller ones."""
     if parts == 1:
@@ -213,7 +243,7 @@ class StagedRead:
             )
             for row in rows
         ]
-        with self._sync.copying(None) as copies:
+        with self._sync.copying() as copies:
             results = self._reads.read(op.tier, _tier(self._tiers, op), requests)
         copies.wait()
         return self._failures.of(op, rows, results)

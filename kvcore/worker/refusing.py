@@ -93,7 +93,7 @@ class RefusingWorker:
     def wait_layer(self, graph_id: int, layer: int) -> None:
         pass
 
-    def follow(self, graph_id: int) -> None:
+    def follow(self, *graph_ids: int) -> None:
         pass
 
     def close(self, *, timeout: float = 30.0) -> bool:

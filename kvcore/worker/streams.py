@@ -79,16 +79,17 @@ class CopyStreams:
                 del self._after[oldest]
 
     @contextmanager
-    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
-        """Issue copies in this block, on this thread's stream; they may not have ended after it.
+    def copying(self, *graph_ids: int) -> Iterator[IssuedCopies]:
+        """Issue copies of graphs in this block, on this thread's stream.
 
-        If the block raises, what it has issued has ended.
+        They may not have ended after it. If the block raises, what it has issued has ended.
         """
         stream = self._stream()
         with self._lock:
-            after = None if graph_id is None else self._after.get(graph_id)
-        if after is not None:
-            stream.follow(after)
+            found = [self._after.get(graph_id) for graph_id in graph_ids]
+        for after in {id(event): event for event in found}.values():
+            if after is not None:
+                stream.follow(after)
         copies = IssuedCopies(self.device, stream.record(timed=True))
         try:
             with stream.issuing():

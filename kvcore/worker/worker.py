@@ -29,7 +29,7 @@ from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier
 from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
-from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
 from kvcore.worker.refusing import refuse
@@ -140,6 +140,7 @@ class KVWorker:
             executors,
             threads=threads,
             queue_depth=limits.queue_depth,
+            nbytes=self._nbytes,
             observer=self._observe,
             near=node_cores(self.device.numa_node()),
         )
@@ -162,18 +163,26 @@ class KVWorker:
         for copy in self._copies.values():
             copy.use(arena_view, SlotPlace(arena.slot_nbytes, points_at))
 
+    def _nbytes(self, op: TransferOp, rows: int | None = None) -> int:
+        """Return the bytes of some rows of ``op`` in this rank's layers; of all rows if None."""
+        whole = (op.rows.size if rows is None else rows) * self._block.nbytes
+        if op.layers is None:
+            return whole
+        mine = self._layers
+        held = min(op.layers.stop, mine.stop) - max(op.layers.start, mine.start)
+        return whole * max(0, held) // len(mine)
+
     def _observe(self, timing: OpTiming) -> None:
-        span, layers = timing.op.layers, self._layers
-        share = 1.0 if span is None else sum(map(span.covers, layers)) / len(layers)
-        moved = (timing.rows - timing.failed) * self._block.nbytes * share
-        self._metrics.transferred(timing.op.path.value, int(moved), timing.seconds)
+        span = timing.op.layers
+        moved = self._nbytes(timing.op, timing.rows - timing.failed)
+        self._metrics.transferred(timing.op.path.value, moved, timing.seconds)
         self.tracer.span(
             timing.op.path.value,
             "all layers" if span is None else f"layers {span.start}..{span.stop}",
             timing.started,
             timing.started + timing.seconds,
             graph=timing.graph_id,
-            nbytes=int(moved),
+            nbytes=moved,
             failed=timing.failed,
         )
 
@@ -288,23 +297,29 @@ class KVWorker:
 
         Blocks as `follow` does.
         """
-        self._follow(graph_id, layer)
+        self._follow([graph_id], layer)
 
-    def follow(self, graph_id: int) -> None:
-        """Let the current stream wait for the graph's copies from and to the engine's pages.
+    def follow(self, *graph_ids: int) -> None:
+        """Let the current stream wait for these graphs' copies from and to the engine's pages.
 
         Blocks the host only until they were issued, or have ended. Every reason for which rows may
         fail, but a failure of the device itself, can be polled then. On a CPU, copies that were
         issued have ended.
         """
-        self._follow(graph_id, None)
+        if len(graph_ids) > 1:
+            self.engine.put_first(graph_ids)  # saves are issued together
+        self._follow(graph_ids, None)
 
-    def _follow(self, graph_id: int, layer: int | None) -> None:
-        self.engine.wait_issued(graph_id, layer)
+    def _follow(self, graph_ids: Sequence[int], layer: int | None) -> None:
+        done: dict[int, Event] = {}
+        for graph_id in graph_ids:
+            self.engine.wait_issued(graph_id, layer)
+            for copies in self.engine.issued(graph_id, layer):
+                assert isinstance(copies, IssuedCopies)
+                done[id(copies)] = copies.done  # ops that were joined share them
         stream = self.device.current_stream()
-        for copies in self.engine.issued(graph_id, layer):
-            assert isinstance(copies, IssuedCopies)
-            stream.follow(copies.done)
+        for event in done.values():
+            stream.follow(event)
 
     def close(self, *, timeout: float = 30.0) -> bool:
         """Finish what is in flight, flush the tiers and give the memory back.

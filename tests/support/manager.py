@@ -188,7 +188,7 @@ class ManagerRig:
             self.media,
             backing=backing,
             options=TransferOptions(
-                range(host, host + staging), device_slots=device, batch_blocks=batch
+                range(host, host + staging), device_slots=device, batch_blocks=batch, copy_blocks=2
             ),
             metrics=self.metrics,
             points=points,

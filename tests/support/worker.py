@@ -121,7 +121,7 @@ class ScriptedWorker:
     def wait_layer(self, graph_id: int, layer: int) -> None:
         self.on_wait()
 
-    def follow(self, graph_id: int) -> None:
+    def follow(self, *graph_ids: int) -> None:
         self.on_wait()
 
 

@@ -21,7 +21,7 @@ from kvcore.connector.rank_guard import RankGuard
 from kvcore.connector.worker import ATTEMPTS, Load, StepWorker
 from kvcore.memory.device import Event
 from kvcore.telemetry.rates import ForwardPart
-from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.graph import OpReport, Priority, RowError, TransferGraph
 from kvcore.worker.lifecycle import RankParts
 from kvcore_sglang.messages import Order
 
@@ -68,8 +68,10 @@ class WorkerConnector(StepWorker[str]):
             self._cancel(order.cancel)
 
         def submit() -> None:
+            together = self._worker.wave()
             while left:
-                self._submit(left[0])
+                save = left[0].priority is Priority.SAVE
+                self._submit(left[0], together if save else None)
                 left.popleft()
 
         self.guard.run("an order", upkeep, None, always=True)
@@ -84,8 +86,9 @@ class WorkerConnector(StepWorker[str]):
         """Start to copy into the engine's pages. Blocks as `_submit` does."""
         for graph in graphs:
             self._started[graph.graph_id] = self._expect(graph)
+        together = self._worker.wave()
         for graph in graphs:
-            self._submit(graph)
+            self._submit(graph, together)
 
     # -- loads ------------------------------------------------------------------------------
 

@@ -233,12 +233,14 @@ class WorkerConnector(StepWorker[int]):
             self._expect(graph, request_id)
 
     def _start(self, plan: StepPlan) -> None:
-        for _, graph in plan.early_saves:
-            self._submit(graph)
+        self._submit_saves(graph for _, graph in plan.early_saves)
         self._cancel(plan.cancel)
         for graph_id in plan.fence:
             self._pass(graph_id)
-        for graph in (*plan.sync_loads, *(graph for _, graph in plan.async_loads), *plan.spills):
+        together = self._worker.wave()
+        for graph in plan.sync_loads:
+            self._submit(graph, together)
+        for graph in (*(graph for _, graph in plan.async_loads), *plan.spills):
             self._submit(graph)
         if plan.blends or not self._layerwise:
             self._follow_loads()
@@ -397,11 +399,9 @@ class WorkerConnector(StepWorker[int]):
         self._sync.clear()
         saves, self._plan.late_saves = self._plan.late_saves, []
 
-        def save() -> None:
-            for _, graph in saves:
-                self._submit(graph)
-
-        self._rank.run("wait_for_save", save, None)
+        self._rank.run(
+            "wait_for_save", lambda: self._submit_saves(graph for _, graph in saves), None
+        )
         if self._rank.stopped:
             attempt("the refusal of work", self.refuse_rest, None)
 

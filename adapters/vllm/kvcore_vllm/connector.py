@@ -411,9 +411,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: kvcore saves whole blocks, after the step's forward."""
 
     def finish_forward(self) -> None:
-        """Stop timing the forward. Only Model Runner V2 calls this, before it samples."""
+        """Stop timing the forward, which was launched. Only Model Runner V2 calls this."""
         if self._worker is not None:
-            self._worker.stop_clock()
+            self._worker.forward_launched()
 
     def wait_for_save(self) -> None:
         """Start the saves of what the forward computed. Does not wait for them."""

@@ -3,6 +3,7 @@
 handle_preemptions    starts early saves and loads, follows fences      (before the forward)
 start_load_kv         makes blends               (before the forward if the step has sync loads)
 wait_for_layer_load   follows the sync loads' copies of a layer
+finish_forward        the forward has been launched: late saves precede blends      (V2 only)
 wait_for_save         starts late saves                                 (after the forward)
 get_transfer_results  returns async loads that ended; an empty step waits briefly for one
 
@@ -60,6 +61,8 @@ class WorkerConnector(StepWorker[str]):
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._bad_pages: set[int] = set()
+        self._launched = False  # this step's forward, as far as the runner has said so
+        self._saving: list[int] = []  # the late saves that this step has started
         self._tainted = False  # a sync load of this step has failed
         self._number = 0  # of the last plan
         self._weights = self._told_weights = 0  # the first plan with these weights, if they changed
@@ -73,16 +76,15 @@ class WorkerConnector(StepWorker[str]):
         save that waits in the queue is issued first, and this thread waits for no more than that.
         """
         self._plan, self._number = plan, plan.number
+        self._launched, self._saving = False, []
         self._finished.update(plan.failed_loads)
         self._failed.update(plan.failed_loads)
         self._bad_pages.update(plan.unfilled)
         self._tainted = bool(plan.unfilled)
         if plan.weights < self._weights:
             self._decline(plan)
-        for graph in plan.early_saves:
-            self._submit(graph)
-        for graph_id in plan.fence:
-            self._worker.follow(graph_id)
+        self._submit_saves(plan.early_saves)
+        self._worker.follow(*plan.fence)
         self._cancel(plan.cancel)
         together = self._worker.wave()
         for graph in plan.sync_loads:
@@ -128,10 +130,16 @@ class WorkerConnector(StepWorker[str]):
         """Carry out the step's blends. Blocks. Does nothing the second time in a step.
 
         Requests wait for their blends as for async loads. One whose blend failed is told as failed.
+
+        If the forward has been launched, the saves of what it computed are started first: they
+        would wait for the blend, which is queued behind the forward. Fusion is not for models with
+        a draft model, which writes its KV later than that.
         """
         orders, self._plan.blends = self._plan.blends, []
         if not orders:
             return
+        if self._launched:
+            self._start_saves()
         prefixes, self._prefixes = self._prefixes, {}
         self._blends.run(lambda layer: self._wait_layer(list(prefixes.values()), layer))
         self._lose(orders)
@@ -154,17 +162,24 @@ class WorkerConnector(StepWorker[str]):
 
     # -- after the forward ------------------------------------------------------------------
 
-    def stop_clock(self) -> None:
-        """Stop timing the forward: it has been launched. Does nothing the second time in a step."""
+    def forward_launched(self) -> None:
+        """Stop timing the forward. What is queued from here on comes after what it computes."""
         self._clock.stop()
+        self._launched = True
 
     def end_forward(self) -> None:
-        """Follow the sync loads, then start the saves of what the forward computed.
+        """Follow the sync loads, then start the saves of what the forward computed."""
+        self._clock.stop()
+        self.request_ids = ()
+        self._start_saves()
+        if self._follow_saves:
+            self._worker.follow(*self._saving)
+
+    def _start_saves(self) -> None:
+        """Follow the sync loads, then start the late saves, if they have not been started.
 
         Drops the saves if the forward may have computed on KV that did not arrive.
         """
-        self.stop_clock()
-        self.request_ids = ()
         self.wait_for_loads()
         self._collect()
         self._sync.clear()
@@ -173,11 +188,8 @@ class WorkerConnector(StepWorker[str]):
         if tainted:
             self._refuse(saves)
             return
-        for graph in saves:
-            self._submit(graph)
-        if self._follow_saves:
-            for graph in saves:
-                self._worker.follow(graph.graph_id)
+        self._submit_saves(saves)
+        self._saving += [graph.graph_id for graph in saves]
 
     def _unfilled(self, load: Load[str]) -> list[int]:
         """Return the scheduler blocks from the first row on that failed in a load."""

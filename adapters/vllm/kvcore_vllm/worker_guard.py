@@ -133,8 +133,8 @@ class WorkerGuard:
 
     # -- after the forward ------------------------------------------------------------------
 
-    def stop_clock(self) -> None:
-        self._run("finish_forward", self._worker.stop_clock, None)
+    def forward_launched(self) -> None:
+        self._run("finish_forward", self._worker.forward_launched, None)
 
     def end_forward(self) -> None:
         self._run("wait_for_save", self._worker.end_forward, None)

@@ -17,17 +17,17 @@ threads only the start and the join of a thread are an order. A test says what e
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Device, Event, serve_devices
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.transfer.engine import Executor, Issued, TransferEngine
+from kvcore.transfer.engine import Executor, Issued, JoiningExecutor, OpPart, TransferEngine
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.streams import CopyStreams, IssuedCopies
 from kvcore_devtools.gpu.clocks import Clock
@@ -43,6 +43,9 @@ __all__ = [
     "watched_engine",
     "watched_streams",
 ]
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -65,27 +68,53 @@ class _Watched:
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]
     ) -> dict[int, RowError] | Issued:
+        part = OpPart(graph, op, rows)
+        return self._watch([part], lambda: self._executor.run(*part))
+
+    def _watch(self, parts: Sequence[OpPart], run: Callable[[], _T]) -> _T:
         engine, machine = self._engine, self._engine.machine
-        with machine.doing(f"graph {graph.graph_id}, op {op.op_id}"):
-            known = engine.begin(graph, op, rows)
+        named = [f"graph {graph.graph_id}, op {op.op_id}" for graph, op, _ in parts]
+        with machine.doing(" and ".join(named)):
+            known = [engine.begin(*part) for part in parts]
+
+            def ended() -> None:
+                for one in known:
+                    one.ended = machine.now()
+
             try:
-                outcome = self._executor.run(graph, op, rows)
+                outcome = run()
             except BaseException:
-                known.ended = machine.now()
+                ended()
                 raise
-        if isinstance(outcome, dict):
-            known.ended = machine.now()
+        if outcome is None or isinstance(outcome, dict):
+            ended()
             return outcome
-        issued, wait = machine.now(), outcome.wait
+        copies = cast(Issued, outcome)
+        issued, wait = machine.now(), copies.wait
 
         def waits() -> None:
             machine.learn(issued)
             wait()
-            known.ended = machine.now()
+            ended()
 
-        known.issued, known.copies = issued, outcome
-        outcome.wait = waits  # type: ignore[method-assign]
+        for one in known:
+            one.issued, one.copies = issued, copies
+        copies.wait = waits  # type: ignore[method-assign]
         return outcome
+
+
+class _WatchedJoining(_Watched):
+    """The same of an executor that takes several ops at once."""
+
+    _executor: JoiningExecutor
+
+    def run_joined(self, parts: Sequence[OpPart]) -> Issued | None:
+        return self._watch(parts, lambda: self._executor.run_joined(parts))
+
+
+def _watched(engine: WatchedEngine, executor: Executor) -> Executor:
+    joins = isinstance(executor, JoiningExecutor)
+    return _WatchedJoining(engine, executor) if joins else _Watched(engine, executor)
 
 
 class WatchedEngine(TransferEngine):
@@ -102,7 +131,8 @@ class WatchedEngine(TransferEngine):
     def __init__(self, executors: Mapping[Path, Executor], **limits: Any) -> None:
         self._submitted: dict[int, Clock] = {}
         self._known: dict[int, dict[int, _Op]] = {}
-        super().__init__({path: _Watched(self, one) for path, one in executors.items()}, **limits)
+        watched = {path: _watched(self, one) for path, one in executors.items()}
+        super().__init__(watched, **limits)
 
     def begin(self, graph: TransferGraph, op: TransferOp, rows: list[int]) -> _Op:
         """Order the calling thread, which runs ``op``, after what the op depends on."""
@@ -219,11 +249,11 @@ class WatchedStreams(CopyStreams):
         super().start_after(graph_id, event)
 
     @contextmanager
-    def copying(self, graph_id: int | None) -> Iterator[IssuedCopies]:
-        with super().copying(graph_id) as copies:
-            mark = None if graph_id is None else self._marks.get(graph_id)
-            if isinstance(mark, RecordedEvent) and mark.seen:
-                self.machine.learn(mark.point.clock)
+    def copying(self, *graph_ids: int) -> Iterator[IssuedCopies]:
+        with super().copying(*graph_ids) as copies:
+            for mark in map(self._marks.get, graph_ids):
+                if isinstance(mark, RecordedEvent) and mark.seen:
+                    self.machine.learn(mark.point.clock)
             yield copies
 
 

@@ -58,7 +58,7 @@ MISTAKES = (
         breaks="A step of vLLM writes to pages that a save still reads.",
         commit="0796890d",
         file="adapters/vllm/kvcore_vllm/worker.py",
-        old="        for graph_id in plan.fence:\n            self._worker.follow(graph_id)\n",
+        old="        self._worker.follow(*plan.fence)\n",
         new="",
         found_by=(
             "tests/adapters/vllm/test_waits.py::"
@@ -72,10 +72,10 @@ MISTAKES = (
         breaks="Blocks of a step are saved before the forward that computes them, and then found.",
         commit="dd9c9d92",
         file="adapters/vllm/kvcore_vllm/worker.py",
-        old="        for graph in plan.early_saves:\n            self._submit(graph)\n",
+        old="        self._submit_saves(plan.early_saves)\n",
         new=(
             "        early, plan.late_saves = [*plan.early_saves, *plan.late_saves], []\n"
-            "        for graph in early:\n            self._submit(graph)\n"
+            "        self._submit_saves(early)\n"
         ),
         found_by=(
             "tests/adapters/orders/test_vllm_orders.py::"

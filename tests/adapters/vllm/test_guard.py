@@ -281,14 +281,14 @@ def step(guard: WorkerGuard, plan: StepPlan) -> tuple[set[str], set[str], set[in
     begin(guard, plan, guard._worker)
     guard.start((), layerwise=True)
     guard.wait_for_layer("layer")
-    guard.stop_clock()
+    guard.forward_launched()
     guard.end_forward()
     finished, failed = guard.finished_loads()
     return finished, failed, guard.take_bad_pages(), guard.take_report()
 
 
 CALLS = [
-    "begin", "tend_tiers", "_submit", "blend", "wait_for_layer", "stop_clock", "end_forward",
+    "begin", "tend_tiers", "_submit", "blend", "wait_for_layer", "forward_launched", "end_forward",
     "finished_loads", "take_bad_pages", "take_report",
 ]  # fmt: skip
 

@@ -148,6 +148,32 @@ class _Blending:
         return []
 
 
+@pytest.mark.parametrize("runner", [1, 2])
+def test_saves_of_a_forward_that_was_launched_are_started_before_a_blend(
+    scripted: ScriptedWorker, runner: int
+) -> None:
+    """They would wait for all of the blend. V1 makes a blend before it says so."""
+    order: list[str] = []
+    scripted.mark = lambda *others: order.append("mark") or object()  # type: ignore
+    blends = _Blending()
+    run = blends.run
+    blends.run = lambda landed: order.append("blend") or run(landed)  # type: ignore[method-assign, func-returns-value]
+    worker = make(scripted, blends)
+    worker.begin(StepPlan(blends=[blend_of("r", load_graph(3))], late_saves=[save_of(8)]))
+    order.clear()
+    if runner == 2:
+        worker.forward_launched()
+    worker.blend()
+    worker.end_forward()
+    assert order == (["mark", "blend"] if runner == 2 else ["blend", "mark"])
+    assert scripted.submitted.count(8) == 1
+    worker.begin(StepPlan(blends=[blend_of("s", load_graph(4))], late_saves=[save_of(9)]))
+    worker.blend()  # before this forward: V2 does so if the step has sync loads
+    assert 9 not in scripted.submitted, "the forward has not computed it"
+    worker.end_forward()
+    assert scripted.submitted.count(9) == 1
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_blend_behind_tokens_that_did_not_arrive_has_failed(
     scripted: ScriptedWorker, arrives: bool

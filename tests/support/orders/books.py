@@ -301,6 +301,7 @@ class Books:
             every,
             sources,
             batch_rows=2,
+            copy_rows=1,
             layers=self._layers,
         ).bind(self.rank.units(pages))
         self._fly(graph, pages, every).publishes = new

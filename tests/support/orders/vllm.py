@@ -94,7 +94,7 @@ class VllmRunner:
             if not step.empty:
                 self._forward(step)
             if self._runner == 2:
-                worker.stop_clock()
+                worker.forward_launched()
             if not early:
                 worker.start((), layerwise=not self._full)
             worker.end_forward()

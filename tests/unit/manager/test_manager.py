@@ -17,6 +17,7 @@ from kvcore.manager import manager as manager_module
 from kvcore.manager.base import Room
 from kvcore.manager.remote_lookup import Believed
 from kvcore.transfer.graph import Path, Span, TransferGraph
+from kvcore.transfer.plan import layer_steps
 from support.clock import Clock
 from support.manager import NAMESPACE, ManagerRig, chain
 from support.transfers import load_blocks
@@ -74,6 +75,20 @@ def test_a_planned_load_keeps_its_blocks_until_it_is_launched_well_or_not() -> N
     assert not pins
     with pytest.raises(KeyError):  # exactly once
         rig.manager.drop(planned)
+
+
+def test_a_load_that_no_step_waits_for_is_cut() -> None:
+    rig = ManagerRig(host=8)  # its copies have 2 blocks
+    keys = chain(1, 2, 3, 4, 5)
+    rig.save(keys)
+    rig.drain()
+    hit = rig.manager.get_match(keys, NAMESPACE)
+    planned = rig.manager.plan_load(hit, Span(0, 5))
+    assert [tuple(op.rows) for op in planned.graph.ops] == [(0, 2), (2, 4), (4, 5)]
+    rig.manager.drop(planned)
+    step = rig.manager.plan_load(hit, Span(0, 5), layers=layer_steps(2))
+    assert {tuple(op.rows) for op in step.graph.ops} == {(0, 5)}
+    rig.manager.drop(step)
 
 
 @pytest.mark.parametrize("blocks", [(0, 3), (2, 2), (-1, 1)])

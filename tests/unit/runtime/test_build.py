@@ -31,7 +31,8 @@ from kvcore.memory.layout import KVView, from_strides  # noqa: E402
 from kvcore.model.keys import KeyChain, Namespace  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
-from kvcore.runtime.build import geometry, host_slots  # noqa: E402
+from kvcore.runtime.build import copy_blocks, geometry, host_slots  # noqa: E402
+from kvcore.transfer.graph import COPY_BYTES  # noqa: E402
 from kvcore.worker.lifecycle import close_worker, open_tiers  # noqa: E402
 from support.transfers import load_blocks, save_blocks  # noqa: E402
 
@@ -85,6 +86,14 @@ def test_room_grows_with_the_capacity(kv_heads: int, ranks: int, capacity: int) 
     more = host_slots(settings(host={"capacity": 2 * capacity}, disk=disk), whole)
     assert more.indexed > less.indexed
     assert more.staging >= less.staging
+
+
+@given(kv_heads=st.integers(1, 1 << 20), ranks=st.integers(1, 16))
+def test_a_copy_of_a_load_has_the_bytes_that_can_be_waited_for(kv_heads: int, ranks: int) -> None:
+    whole = model(kv_heads, ranks)
+    largest = max(slot_bytes(whole.rank_shape(rank)) for rank in range(ranks))
+    blocks = copy_blocks(whole)
+    assert blocks == 1 or blocks * largest <= COPY_BYTES < (blocks + 1) * largest
 
 
 @pytest.mark.parametrize(

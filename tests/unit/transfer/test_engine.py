@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import OpState, OpTiming, TransferEngine
+from kvcore.transfer.engine import (
+    BYTES_ISSUED,
+    SAVES_ISSUED,
+    OpPart,
+    OpState,
+    OpTiming,
+    TransferEngine,
+)
 from kvcore.transfer.graph import (
+    COPY_BYTES,
     SKIP,
     OpReport,
     Path,
@@ -189,6 +199,102 @@ def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
     assert [(graph_id, op_id) for graph_id, op_id, _ in rig.log[1:]] == expected
     rig.engine.check_integrity()
     assert rig.engine.close(timeout=WAIT)
+
+
+ROW_BYTES = 1000
+"""More than the ops of a test: the clock of the waves counts these too."""
+
+
+class Gated(EngineRig):
+    """A rig whose copies to the device run one after another when told; one is always held."""
+
+    def __init__(self) -> None:
+        super().__init__(nbytes=lambda op: op.rows.size * ROW_BYTES)
+        self.turns = threading.Semaphore(0)
+        self.begun: list[tuple[int, int]] = []  # graph and rows
+        self._ops = 0
+        plain = self.at[Path.H2D].run
+
+        def run(graph: TransferGraph, op: TransferOp, rows: list[int]) -> dict[int, RowError]:
+            self.begun.append((graph.graph_id, len(rows)))
+            assert self.turns.acquire(timeout=WAIT)
+            return plain(graph, op, rows)
+
+        self.at[Path.H2D].run = run  # type: ignore[method-assign]
+
+    def submit(self, graph: TransferGraph) -> None:
+        self._ops += len(graph.ops)
+        self.engine.submit(graph)
+        if not self.begun:
+            self._until_begun(1)
+
+    def go_on(self) -> None:
+        """End the copy that is held, if there is another to hold."""
+        if len(self.begun) < self._ops:
+            self.turns.release()
+            self._until_begun(len(self.begun) + 1)
+
+    def end(self) -> None:
+        self.turns.release(self._ops)
+
+    def _until_begun(self, count: int) -> None:
+        limit = time.monotonic() + WAIT
+        while len(self.begun) < count:
+            assert time.monotonic() < limit
+            time.sleep(0.0002)
+
+
+@given(
+    loads=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 6)), min_size=2, max_size=7),
+    piece=st.integers(1, 5),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_load_with_the_fewest_bytes_left_is_first_until_others_have_had_as_many(
+    loads: list[tuple[int, int]], piece: int
+) -> None:
+    """After each load so many more copies are begun, before the next one comes."""
+    rig = Gated()
+    came, clock = [], []  # copies and rows that were begun before each load came
+    for graph_id, (rows, more) in enumerate(loads):
+        came.append(len(rig.begun))
+        clock.append(sum(begun for _, begun in rig.begun))
+        rig.submit(load(graph_id, rows, 0, layers=(), copy_rows=piece))
+        for _ in range(more):
+            rig.go_on()
+    rig.end()
+    assert all(rig.engine.wait(graph_id, WAIT) for graph_id in range(len(loads)))
+    for early, late in itertools.combinations(range(len(loads)), 2):
+        left = [i for i, (g, _) in enumerate(rig.begun) if g == early and i >= came[late]]
+        its = [i for i, (g, _) in enumerate(rig.begun) if g == late]
+        if not left:
+            continue
+        if clock[late] - clock[early] + loads[late][0] < loads[early][0]:
+            assert max(its) < min(left), "it is shorter, and waits for the longer one"
+        else:
+            assert max(left) < min(its), "others have had as much, and it is overtaken again"
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_step_waits_for_no_load_that_was_there_before() -> None:
+    rig = Gated()
+    rig.submit(load(1, 6, 0, layers=(), copy_rows=2))
+    wave = rig.engine.wave()
+    rig.engine.submit(load(2, 50, 0, layers=layer_steps(2)), wave)
+    rig.engine.submit(load(3, 50, 0, layers=layer_steps(2)), wave)
+    rig.turns.release(7)
+    assert all(rig.engine.wait(graph_id, WAIT) for graph_id in (1, 2, 3))
+    assert [graph_id for graph_id, _ in rig.begun] == [1, 2, 3, 2, 3, 1, 1]
+    assert rig.engine.close(timeout=WAIT)
+
+
+@pytest.mark.parametrize("row", [0, 3, 5])
+def test_a_piece_that_fails_fails_its_rows_and_no_others(rig: EngineRig, row: int) -> None:
+    rig.at[Path.H2D].fail = {row: RowError.INTERNAL}
+    rig.engine.submit(load(1, 6, 0, layers=(), copy_rows=2))
+    assert rig.engine.wait(1, WAIT)
+    failed = {r.op_id: r.failed for r in rig.engine.poll()}
+    assert failed == {i: {row: RowError.INTERNAL} if i == row // 2 else {} for i in range(3)}
 
 
 def test_a_failed_row_is_skipped_downstream_and_the_others_go_on(rig: EngineRig) -> None:
@@ -454,6 +560,13 @@ class IssuingRig(EngineRig):
             for one in list(issuer.queue):
                 one.ended.set()
 
+    def end_all(self) -> None:
+        def ended() -> bool:
+            self.let_end()
+            return not self.engine.in_flight
+
+        self.until(ended)
+
     def states(self, graph: TransferGraph) -> list[OpState]:
         with self.engine._lock:
             return list(self.engine._runs[graph.graph_id].states)
@@ -479,6 +592,197 @@ def test_close_waits_for_what_was_issued() -> None:
     assert rig.engine.wait_issued(1, timeout=WAIT)
     assert not rig.engine.close(timeout=0.05), "copies that run were left alone"
     rig.let_end()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_few_bytes_of_a_load_are_issued_so_that_a_small_one_comes_soon() -> None:
+    rig = IssuingRig(nbytes=lambda op: op.rows.size * COPY_BYTES)
+    copies = rig.at[Path.H2D]
+    assert isinstance(copies, Issuer)
+    large, small = load(1, 9, 0, layers=(), copy_rows=1), load(2, 1, 0, layers=(), copy_rows=1)
+    most = BYTES_ISSUED // COPY_BYTES
+    rig.engine.submit(large)
+    rig.until(lambda: len(copies.queue) == most)
+    rig.engine.submit(small)
+    assert rig.states(small) == [OpState.READY]
+    copies.queue[0].ended.set()
+    rig.until(lambda: len(copies.queue) == most + 1)
+    assert rig.states(small) == [OpState.ISSUED]
+    assert rig.states(large).count(OpState.READY) == 9 - most
+    step = load(3, 2, 0, layers=layer_steps(4))
+    rig.engine.submit(step, rig.engine.wave())
+    rig.until(lambda: all(state is OpState.ISSUED for state in rig.states(step)))
+    assert rig.engine.wait_issued(1, timeout=WAIT), "it is waited for: nothing keeps it back"
+    assert not any(state is OpState.READY for state in rig.states(large))
+    rig.end_all()
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_copy_larger_than_may_be_issued_is_issued_alone() -> None:
+    rig = IssuingRig(nbytes=lambda op: op.rows.size * COPY_BYTES)
+    graphs = [load(i, 4, 0, layers=()) for i in range(3)]
+    for graph in graphs:
+        rig.engine.submit(graph)
+    assert rig.engine.wait_issued(0, timeout=WAIT)
+    assert [rig.states(graph) for graph in graphs[1:]] == [[OpState.READY]] * 2
+    rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+class Joiner(Issuer):
+    """An issuer that takes several ops at once. Graphs in ``spoils`` let no other be copied."""
+
+    def __init__(self, log: list[tuple[int, int, tuple[int, ...]]], lock: threading.Lock) -> None:
+        super().__init__(log, lock)
+        self.joins: list[list[int]] = []
+        self.spoils: set[int] = set()
+
+    def run(  # type: ignore[override]
+        self, graph: TransferGraph, op: TransferOp, rows: list[int]
+    ) -> dict[int, RowError] | Queue:
+        if graph.graph_id in self.spoils:
+            raise RuntimeError("planted")
+        return super().run(graph, op, rows)
+
+    def run_joined(self, parts: Sequence[OpPart]) -> Queue:
+        assert self.gate.wait(WAIT)
+        if self.spoils & {part.graph.graph_id for part in parts}:
+            raise RuntimeError("planted")
+        with self.lock:
+            self.joins.append([part.graph.graph_id for part in parts])
+            self.log += [(graph.graph_id, op.op_id, tuple(rows)) for graph, op, rows in parts]
+            self.queue.append(Queue())
+            return self.queue[-1]
+
+
+class JoiningRig(IssuingRig):
+    def __init__(self, **options: object) -> None:
+        self.log = []
+        lock = threading.Lock()
+        self.saves = Joiner(self.log, lock)
+        self.at = {path: Recorder(self.log, lock) for path in Path} | {Path.D2H: self.saves}
+        self.on_device = [self.saves]
+        self.timings = []
+        self.engine = TransferEngine(self.at, observer=self.timings.append, **options)  # type: ignore[arg-type]
+
+    def hold(self) -> None:
+        """Let as many saves be issued as may be: what comes now waits."""
+        for graph_id in range(900, 900 + SAVES_ISSUED):
+            self.engine.submit(
+                build_save(graph_id, chain(1), [0], None, batch_rows=1).bind(units(1))
+            )
+        self.until(lambda: len(self.saves.queue) == SAVES_ISSUED)
+
+
+@given(
+    steps=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=3),
+    spoils=st.sets(st.integers(0, 23), max_size=2),
+    breaks=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_saves_of_a_step_that_wait_together_are_joined_and_end_each_for_itself(
+    steps: list[list[int]], spoils: set[int], breaks: bool
+) -> None:
+    rig = JoiningRig(nbytes=lambda op: op.rows.size * (COPY_BYTES // 12))
+    rig.hold()
+    rig.saves.spoils = spoils
+    graphs, wave_of = {}, {}
+    for sizes in steps:
+        wave = rig.engine.wave()
+        for rows in sizes:
+            graph_id = len(graphs)
+            graphs[graph_id], wave_of[graph_id] = save(graph_id, rows), wave
+            rig.engine.submit(graphs[graph_id], wave)
+    if breaks:
+        for one in rig.saves.queue:
+            one.error = RuntimeError("planted: the device has failed")
+    rig.end_all()
+    reports: dict[int, dict[int, dict[int, RowError]]] = {}
+    for report in rig.engine.poll():
+        reports.setdefault(report.graph_id, {})[report.op_id] = report.failed
+    for graph_id, graph in graphs.items():
+        assert set(reports[graph_id]) == {op.op_id for op in graph.ops}
+        fails = graph_id in spoils
+        expected = dict.fromkeys(range(graph.num_rows), RowError.INTERNAL) if fails else {}
+        assert reports[graph_id][0] == expected, "it failed with another, or without a cause"
+        copied = [rows for number, op_id, rows in rig.log if (number, op_id) == (graph_id, 0)]
+        assert copied == ([] if fails else [tuple(range(graph.num_rows))])
+    for joined in rig.saves.joins:
+        assert len({wave_of[graph_id] for graph_id in joined}) == 1
+        assert sum(graphs[graph_id].num_rows for graph_id in joined) <= 12
+    for wave in set(wave_of.values()):
+        its = [graph_id for graph_id in graphs if wave_of[graph_id] == wave]
+        if not spoils and len(its) > 1 and sum(graphs[i].num_rows for i in its) <= 12:
+            assert its in rig.saves.joins, "several copies, where one was enough"
+    assert (
+        sum(timing.rows for timing in rig.timings if timing.op.path is Path.D2H)
+        == sum(graph.num_rows for graph in graphs.values()) + SAVES_ISSUED
+    )
+    rig.engine.check_integrity()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_saves_that_were_joined_are_one_of_what_may_be_issued() -> None:
+    rig = JoiningRig()
+    rig.hold()
+    first, second = rig.engine.wave(), rig.engine.wave()
+    for graph_id in range(6):
+        rig.engine.submit(save(graph_id, 1), first if graph_id < 3 else second)
+    for one in list(rig.saves.queue):
+        one.ended.set()
+    rig.until(lambda: len(rig.saves.joins) == SAVES_ISSUED)
+    assert rig.saves.joins == [[0, 1, 2], [3, 4, 5]]
+    copies = [rig.engine.issued(graph_id) for graph_id in range(6)]
+    assert all(one == copies[0] for one in copies[:3])
+    assert copies[0] != copies[3]
+    rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_who_waits_for_saves_has_them_issued_together_and_no_others() -> None:
+    rig = JoiningRig()
+    rig.hold()
+    wave = rig.engine.wave()
+    for graph_id in range(6):
+        rig.engine.submit(save(graph_id, 1), wave)
+    rig.saves.gate.clear()
+    rig.engine.put_first([1, 4, 5])
+    rig.saves.gate.set()
+    for graph_id in (1, 4, 5):
+        assert rig.engine.wait_issued(graph_id, timeout=WAIT)
+    issued = {graph_id for graph_id, _, _ in rig.log if graph_id < 900}
+    assert issued == {1, 4, 5}
+    assert len(rig.saves.queue) <= SAVES_ISSUED + 2
+    rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+@pytest.mark.parametrize("at", ["_finish", "ends"])
+def test_an_error_of_the_engine_ends_all_that_were_joined(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    rig = JoiningRig()
+    rig.hold()
+    wave = rig.engine.wave()
+    for graph_id in range(4):
+        rig.engine.submit(save(graph_id, 1), wave)
+    finish = rig.engine._finish
+
+    def broken(run: Any, position: int, failed: dict[int, RowError]) -> None:
+        if run.graph.graph_id == 2 and not failed:
+            raise RuntimeError("planted: the books are wrong")
+        finish(run, position, failed)
+
+    if at == "_finish":
+        monkeypatch.setattr(rig.engine, "_finish", broken)
+    else:
+        monkeypatch.setattr(rig.engine, "_execute_joined", None)
+    rig.end_all()
+    failed = {r.graph_id: r.failed for r in rig.engine.poll() if r.op_id == 0}
+    assert set(failed) >= set(range(4)), "somebody waits for it for ever"
+    assert failed[2] == {0: RowError.INTERNAL}
+    assert rig.engine.stopped
     assert rig.engine.close(timeout=WAIT)
 
 

@@ -87,6 +87,26 @@ def test_a_load_brings_every_row_once_from_its_own_slot(
                 assert reachable(graph, op.op_id, earlier.op_id)
 
 
+@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 50))
+def test_a_load_without_layers_is_cut_and_one_with_layers_is_not(
+    host: int, disk: int, most: int
+) -> None:
+    rows = host + disk
+    sources = [TierRows("disk", Path.DISK2H, Span(host, rows), range(disk))] if disk else []
+    cut = build_load(1, chain(rows), range(rows), sources, batch_rows=3, copy_rows=most)
+    assert simulate(cut, set(range(host))) == {row: set(range(10)) for row in range(rows)}
+    pieces = [op.rows for op in cut.ops if op.path is Path.H2D and not op.deps]
+    assert [row for piece in pieces for row in range(*piece)] == list(range(host))
+    assert all(piece.size == most for piece in pieces[:-1])
+    assert pieces[-1].size <= most
+    whole = build_load(
+        1, chain(rows), range(rows), sources, batch_rows=3, copy_rows=most, layers=layer_steps(10)
+    )
+    steps = [op for op in whole.ops if op.path is Path.H2D and not op.deps]
+    assert [op.layers for op in steps] == layer_steps(10)
+    assert {op.rows for op in steps} == {Span(0, host)}
+
+
 @given(st.integers(0, 20), st.integers(1, 40), st.integers(1, 9), st.data())
 def test_what_goes_past_host_memory_is_copied_out_of_its_own_place(
     host: int, disk: int, ring: int, data: st.DataObject

@@ -80,7 +80,7 @@ def test_a_read_into_staging_has_ended_when_the_device_has_it() -> None:
 
     class Sync:
         @contextmanager
-        def copying(self, graph_id: int | None) -> Iterator[SimpleNamespace]:
+        def copying(self, *graph_ids: int) -> Iterator[SimpleNamespace]:
             yield SimpleNamespace(wait=lambda: log.append("waited"))
             log.append("issued")
 

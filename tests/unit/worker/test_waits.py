@@ -295,3 +295,37 @@ def test_pages_change_hands_without_the_host_and_nobody_sees_the_difference(
         assert [rig.read(page) for page in range(PAGES)] == [{value} for value in pages]
         assert not rig.host_waited
         rig.worker.engine.check_integrity()
+
+
+def joined_saves(rig: ManualRig) -> None:
+    """Submit saves of a step whose pages are written one after the other, then let them wait."""
+    rig.compute(lambda: rig.write(0, 3.0))
+    rig.submit(rig.save(90, page=0, slot=0), rig.save(91, page=0, slot=1))
+    for graph_id in (90, 91):
+        until(lambda graph_id=graph_id: rig.issued(rig.save(graph_id, page=0, slot=0)))
+    wave = rig.worker.wave()
+    for page in range(2, 7):
+        rig.compute(lambda page=page: rig.write(page, 10.0 + page))
+        assert rig.worker.submit(rig.save(page, page=page, slot=page), wave=wave) == []
+
+
+def test_saves_that_are_joined_come_after_all_that_each_waits_for(rig: ManualRig) -> None:
+    joined_saves(rig)
+    rig.worker.follow(*range(2, 7))
+    assert len({id(rig.worker.engine.issued(graph_id)[0]) for graph_id in range(2, 7)}) == 1
+    rig.compute(lambda: [rig.write(page, 99.0) for page in range(2, 7)])  # type: ignore[func-returns-value]
+    assert not rig.host_waited
+    reports = rig.end()
+    assert sorted(r.graph_id for r in reports) == [*range(2, 7), 90, 91]
+    assert not any(r.failed for r in reports)
+    assert [rig.kept(page) for page in range(2, 7)] == [{10.0 + page} for page in range(2, 7)]
+
+
+def test_one_that_cannot_be_copied_lets_the_others_be(rig: ManualRig) -> None:
+    joined_saves(rig)
+    rig.ops.refuse = 2  # of all at once, then of the first alone
+    with rig.machine.working():
+        rig.worker.follow(*range(2, 7))
+    failed = {r.graph_id: r.failed for r in rig.end()}
+    assert {graph_id for graph_id, rows in failed.items() if rows} == {2}
+    assert [rig.kept(page) for page in range(3, 7)] == [{10.0 + page} for page in range(3, 7)]

@@ -79,8 +79,8 @@ PARTS = (
         90, "tools.gpu.parts.prefill:run",
     ),
     Part(
-        "link", "rates of the link by piece, and what pinning costs others",
-        "a GPU", "",
+        "link", "rates of the link by piece, what pinning costs others, loads behind loads",
+        "a GPU", "the loads, in the CPU's memory",
         60, "tools.gpu.parts.link:run",
     ),
     Part(

@@ -1,4 +1,7 @@
-"""Rates of the link by piece, and what pinning costs others (`benchmarks.link_options`)."""
+"""Rates of the link by piece, what pinning costs others, and a short load behind a long one.
+
+`benchmarks.link_options` and `benchmarks.transfers`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,16 @@ from tools.gpu.record import Record
 
 
 def run(record: Record, machine: Machine, scratch: Path) -> None:
-    """Measure, if there is a GPU."""
+    """Measure; without a GPU, let loads pass each other in the CPU's memory and keep no time."""
     if missing := gpu_missing(dict(machine)):
         record.left_out("rates of the link, and pinning", missing)
+        small = "--saves", "8", "--mib", "8", "--rounds", "1"
+        if benchmark(record, "transfers", scratch, *small):
+            record.passed("a short load behind a long one, and saves that are joined", "all ended")
         return
+    for row in benchmark(record, "transfers", scratch, "--device", "cuda").get("rows", ()):
+        if row["what"] == "loads":
+            record.figure(row["way"], row["ms"], "ms")
     for row in benchmark(record, "link_options", scratch).get("rows", ()):
         if row["to baseline"] is not None:
             record.figure(row["what"], row["to baseline"], "of one contiguous copy")
