@@ -154,6 +154,9 @@ class _Slow:
     def mark(self) -> None:
         return None
 
+    def wave(self) -> int:
+        return 0
+
     def submit(
         self, graph: TransferGraph, wave: int | None = None, after: None = None
     ) -> list[OpReport]:
