@@ -57,6 +57,13 @@ class Placed(ABC):
         The caller owns the result until the next call, and may write to it.
         """
 
+    def keep(self, layer: int, rows: Tensor) -> None:  # noqa: B027 - for those that lose them
+        """Keep the cached K and V of ``rows`` (int64), which `write` is about to replace.
+
+        The walk may start over: `layer` then returns the cached KV of all rows again. The layer
+        must be the last that `layer` has returned, and unchanged.
+        """
+
     @abstractmethod
     def write(self, layer: int, kv: LayerKV) -> None:
         """Write the merged K and V of one layer to the engine's pages."""
@@ -432,6 +439,8 @@ class _Walk:
 
     def _merge(self, layer: int, rows: Rows, new: LayerKV, kv: LayerKV) -> None:
         def merged() -> None:
+            if self._watch is not None and self._watch.verdict is None:
+                self.placed.keep(layer, rows.places)
             self.ops.merge(kv, rows.positions, new)
             self.placed.write(layer, kv)
 

@@ -447,7 +447,7 @@ def build_worker(
         arena.close()
         raise
     try:
-        _prepare(ops, worker, arena_view, config.block.tokens, points)
+        _prepare(ops, worker, arena_view, config, points)
     except BaseException:
         worker.close()
         raise
@@ -468,7 +468,7 @@ def _prepare(
     ops: DeviceOps,
     worker: KVWorker,
     arena: KVView,
-    block_tokens: int,
+    config: Config,
     points: PointCopies,
 ) -> None:
     """Compile and allocate what copies of the engine's pages will need, before it captures graphs.
@@ -477,7 +477,7 @@ def _prepare(
     """
     import torch
 
-    first = worker.first_layer
+    first, block_tokens = worker.first_layer, config.block.tokens
     copied = [
         (
             group.view,
@@ -487,6 +487,8 @@ def _prepare(
         for group in worker.groups
         if group.layers
     ]
+    if config.fusion.enabled:  # a chunk of a blend may begin at any token
+        copied += [(pages, memory, 1) for pages, memory, _ in copied]
     rows = points.in_memory(arena, SlotPlace(worker.arena.slot_nbytes))
     copied += [
         (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)

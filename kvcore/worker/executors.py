@@ -43,7 +43,6 @@ class DeviceCopy:
         arena: KVView,
         to_device: bool,
         sync: CopyStreams,
-        elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
         points: PointCopies = NO_POINTS,
         place: SlotPlace = NO_PLACE,
@@ -52,7 +51,6 @@ class DeviceCopy:
         self._first_layer = first_layer
         self._groups = groups
         self._points = points
-        self._elsewhere = elsewhere
         self.use(arena, place)
         self._block_tokens = arena.layout.page_tokens
         self._to_device = to_device
@@ -75,11 +73,10 @@ class DeviceCopy:
     ) -> dict[int, RowError] | IssuedCopies:
         places = graph.staged if op.path.is_staged else graph.host_slots
         slots = np.array([places[row] for row in rows], dtype=np.int64)
-        groups = self._elsewhere.get(graph.graph_id, self._groups)
         with self._sync.copying(graph.graph_id) as copies:
             if graph.point is not None:
                 self._copy_point(graph, graph.point, rows, places)
-            for group, arena, table in zip(groups, self._arenas, graph.units, strict=True):
+            for group, arena, table in zip(self._groups, self._arenas, graph.units, strict=True):
                 layers = _positions(group.layers, op)
                 units = table.array()[rows]
                 if layers and (units != SKIP).any():  # some rows only go as far as host memory
@@ -128,8 +125,7 @@ class DeviceCopy:
         """
         from kvcore.memory.copy.reference import zero_tokens
 
-        groups = self._elsewhere.get(graph.graph_id, self._groups)
-        for group, table in zip(groups, graph.units, strict=True):
+        for group, table in zip(self._groups, graph.units, strict=True):
             unit = int(table.array()[last].max())
             if group.layers and group.page_tokens and unit != SKIP:
                 stop = (unit + 1) * table.unit_tokens

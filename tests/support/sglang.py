@@ -17,6 +17,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvcore.fusion.staging import ChunkStaging  # noqa: E402
+
 from kvcore.config import load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402
     ManagerParts,
@@ -30,7 +32,6 @@ from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.explain.recorder import RequestRecorder  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
-from kvcore.fusion.staging import ChunkStaging  # noqa: E402
 from kvcore.memory.device import device_of  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
