@@ -155,7 +155,7 @@ def test_chunks_that_come_while_a_step_uses_their_pages_are_found(
         return begin(worker, orders, worker._worker.device.stream().record)
 
     monkeypatch.setattr(FusionWorker, "begin", early)
-    find_fault(blend_alone, "race", "page", "written by a copy of layers", "written by step")
+    find_fault(blend_alone, "race", "page", "by a copy of layers", "by a full graph")
 
 
 def test_chunks_of_a_declined_blend_that_are_not_waited_for_are_found(
