@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from hypothesis import strategies as st
 transformers: Any = pytest.importorskip("transformers")
 
 from kvcore.errors import LayoutError  # noqa: E402  # after the skip
+from kvcore.fusion.fusor import Fusor  # noqa: E402
+from kvcore.fusion.gate import Gate, GateAction  # noqa: E402
 from kvcore.fusion.ops import Place  # noqa: E402
 from kvcore.fusion.placed import PlacedChunks, in_slots  # noqa: E402
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan  # noqa: E402
 from kvcore.fusion.reference import Decoder  # noqa: E402
 from kvcore.fusion.rope import Pairing, Rope  # noqa: E402
+from kvcore.fusion.select import KeyDeviation, Ratio, runs  # noqa: E402
 from kvcore.memory.copy.reference import ReferenceOps  # noqa: E402
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
@@ -26,8 +30,11 @@ from kvcore_devtools.fusion import (  # noqa: E402
     KV_HEADS,
     LAYERS,
     THETA,
+    ReferenceLayers,
+    ReferencePlaced,
     World,
     close,
+    job_of,
     make_model,
     words,
 )
@@ -164,6 +171,34 @@ def test_a_walk_that_starts_over_reads_what_was_stored() -> None:
             for part in kv:
                 part[chosen] = float(layer)
             placed.write(layer, kv)
+
+
+@pytest.mark.parametrize("larger", [0.3, 0.6])
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_gated_blend_in_pages_is_that_over_an_unchanged_cache(looks: bool, larger: float) -> None:
+    """Walks that start over read what was cached, although the pages were written meanwhile."""
+    prefix, first, second = WORLD.chunk(9, 8), WORLD.chunk(0, 32), WORLD.chunk(1, 32)
+    part = second.part(3, 30)
+    parts = [Prefix(prefix), Cached(first), Fresh(words(5, 2)), Cached(part), Fresh(words(6, 3))]
+    plan, exact = PromptPlan(parts), len(prefix.tokens)
+    request = Request(len(plan), [5, 2, 7, 8, 1, 0, 9, 12, 11, 10])
+    request.load(prefix, 0, exact, 0, 0)
+    request.load(first, 0, 32, exact, exact)
+    request.load(second, 3, 27, exact + 37, exact + 34)
+    job, budget = job_of(plan), Ratio(0.15, spread=0.5)
+    selector = runs() if looks else KeyDeviation()
+    fusor, unchanged = Fusor(ReferenceLayers(WORLD.decoder)), ReferencePlaced(WORLD.make(plan))
+    [said] = fusor.blend(job, unchanged, selector, budget, Gate(math.inf, depth=0.8)).verdicts
+    gate = Gate(said.expected / 0.85 * (1 - larger) * 1.01, larger=(larger,), depth=0.8)
+    placed = request.placed(again=looks, over=True)
+    over, blended = (fusor.blend(job, one, selector, budget, gate) for one in (unchanged, placed))
+    assert over.abandoned
+    assert over.verdicts[0].action is GateAction.LARGER
+    assert [one[:2] for one in over.verdicts] == [one[:2] for one in blended.verdicts]
+    assert torch.equal(over.chosen, blended.chosen)
+    for layer, kv in unchanged.written.items():
+        rows = request.view.tensors[layer].flatten(0, 1)[request.slots[exact : job.stop]]
+        close(rows, torch.cat(kv, dim=-1)[exact : job.stop], 1e-5)
 
 
 @pytest.mark.parametrize("again", [False, True])
