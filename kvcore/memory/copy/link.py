@@ -387,9 +387,8 @@ def _whole_pages(
 ) -> Iterator[tuple[int, Units, Units]]:
     """Yield what is copied between host and staging: tokens a unit, units there, units here.
 
-    Pages of which every unit is copied come as whole pages, because they have fewer pieces; ``every``
-    page does if what is beside the units may be copied too. Its bytes cost less than a piece for
-    each unit of a head.
+    Pages of which every unit is copied come as whole pages, because they have fewer pieces. Others
+    do too if ``every`` page may: its bytes cost less than a piece for each unit of a head.
     """
     if every or per_page == 1:
         yield unit_tokens * per_page, pages, np.arange(len(pages))
