@@ -40,6 +40,7 @@ from kvcore.telemetry.timeline import Tracer
 __all__ = ["BlendJob", "BlendOutcome", "Fusor", "LayerTiming", "Placed"]
 
 _CPU = torch.device("cpu")
+_NO_ROWS = torch.empty(0, dtype=torch.int64)  # made here: a blend that began may not fail alone
 
 WORTH_A_SECOND_RUN = 0.7
 """If a smaller share of the rows is kept, the layer runs again for the kept rows alone. Projecting
@@ -135,7 +136,7 @@ class BlendOutcome:
     """
 
     layers: list[LayerTiming] = field(default_factory=list)
-    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    chosen: Tensor = _NO_ROWS
     look_s: float = 0.0
     verdicts: list[Verdict] = field(default_factory=list)
     abandoned: list[LayerTiming] = field(default_factory=list)
