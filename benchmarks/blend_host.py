@@ -20,26 +20,26 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvcore.fusion.attend import Attention
 from kvcore.fusion.decoder import Attend, DecoderLayers, HiddenState
 from kvcore.fusion.fusor import BlendJob, Fusor
-from kvcore.fusion.ops import Place, Sample
+from kvcore.fusion.ops import Sample
+from kvcore.fusion.placed import PlacedChunks, in_slots
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import BUILTIN_SELECTORS, Ratio
-from kvcore.fusion.staging import ChunkStaging, PagedPrefix, PlacedChunks
 from kvcore.memory.layout import KVView, sglang_layout
-from kvcore.model.shape import BlockShape
 from kvcore_devtools.gpu.counting import Counts, DeviceCalls
 from kvcore_kernels.fusion import TritonFusion
 from kvcore_kernels.ops import TritonOps
 from kvcore_kernels.unlaunched import unlaunched
 
 LAYERS, HEADS, KV_HEADS, DIM = 32, 32, 8, 128
-BLOCK, PAGE, HIDDEN = 256, 16, 8
+PAGE, HIDDEN = 16, 8
 DEVICE = torch.device("cpu")
 QUESTION = 32
 
@@ -91,21 +91,20 @@ class World:
 
     def __init__(self, tokens: int, chunks: int = 8, prefix: int = 500) -> None:
         self.tokens = tokens
-        shape = BlockShape(LAYERS, KV_HEADS, DIM, BLOCK, "bfloat16")
-        self.staging = ChunkStaging(shape, -(-tokens // BLOCK) + chunks, DEVICE)
-        pages = [torch.empty(2, 512 * PAGE, KV_HEADS, DIM, dtype=torch.bfloat16)] * LAYERS
+        ids = np.random.default_rng(tokens).permutation(-(-tokens // PAGE))
+        slots = (ids[:, None] * PAGE + np.arange(PAGE)).ravel()
+        pages = [torch.empty(2, len(slots), KV_HEADS, DIM, dtype=torch.bfloat16)] * LAYERS
         keys, values = [one[0] for one in pages], [one[1] for one in pages]
         self.view = KVView(sglang_layout(keys, values, PAGE, "bfloat16"), [*keys, *values])
         self.ropes = [Rope(DIM, DIM, Pairing.NEOX, 5e5)] * LAYERS
         each = (tokens - prefix - QUESTION) // chunks
         gap = 20
-        self.places = [
-            Place(n * (each + 9) + 7, each - gap, prefix + gap + n * each, 100 + n * 13)
-            for n in range(chunks)
-        ]
-        rows = [torch.arange(p.position, p.position + p.length) for p in self.places]
-        offsets = [torch.arange(p.length) for p in self.places]
-        self.prefix = PagedPrefix(self.view, range(-(-prefix // PAGE)), prefix)
+        starts = [prefix + gap + n * each for n in range(chunks)]
+        self.places = in_slots(slots, 0, prefix)
+        for n, start in enumerate(starts):
+            self.places += in_slots(slots, start, start + each - gap, 100 + n * 13)
+        rows = [torch.arange(start, start + each - gap) for start in starts]
+        offsets = [torch.arange(each - gap)] * chunks
         self.job = BlendJob(
             torch.arange(tokens), prefix, tokens - QUESTION, torch.cat(rows), torch.cat(offsets)
         )
@@ -113,8 +112,7 @@ class World:
     def sample(self, layers: Idle) -> Sample:
         """Return what `FusionOps.prepare` gets."""
         q, k, v = layers.projected(16)
-        staging = self.staging.groups[0].view
-        return Sample(q, LayerKV(k, v), layers.attention, self.ropes, self.view, staging)
+        return Sample(q, LayerKV(k, v), layers.attention, self.ropes, self.view)
 
     def blend(
         self,
@@ -134,7 +132,7 @@ class World:
                 calls.launched("engine's write")
 
         placed = PlacedChunks(
-            self.tokens, self.staging, self.places, self.ropes, self.prefix, begins, sink,
+            self.tokens, self.view, self.places, self.ropes, begins, sink,
             TritonOps(), TritonFusion(),
         )  # fmt: skip
         fusor = (Fusor if look else Walk)(Idle(self.tokens, calls), ops=TritonFusion())

@@ -119,8 +119,7 @@ class Scale:
         """Bytes needed on the device (about), in host memory and on disk.
 
         Each tier has room for two prompts, and host memory also for blocks in transit. The device
-        holds the weights, the pages of three engines, chunks in staging and in their place in the
-        prompt, and a layer's activations for all rows.
+        holds the weights, the pages of three engines, and a layer's activations for all rows.
         """
         shape = self.shape
         hidden, inner = shape["hidden"], shape["intermediate"]
@@ -129,7 +128,7 @@ class Scale:
         rows = max(self.tokens) * (3 * inner + 16 * hidden)
         passing = 3 * self.batch * BLOCK * self.token_nbytes
         return {
-            "device": (weights + rows) * self.dtype.itemsize + 5 * self.kv_nbytes,
+            "device": (weights + rows) * self.dtype.itemsize + 4 * self.kv_nbytes,
             "host": 2 * self.kv_nbytes + passing,
             "disk": 2 * self.kv_nbytes,
         }
@@ -223,11 +222,7 @@ class Contest:
                 "disk": disk,
                 "ops": {"backend": setting.backend},
                 "transfer": {"batch_blocks": self.scale.batch, "load_deadline_s": PATIENCE_S},
-                "fusion": {
-                    "enabled": True,
-                    "min_tokens": SHORTEST,
-                    "staging_max": 2 * self.scale.kv_nbytes,
-                },
+                "fusion": {"enabled": True, "min_tokens": SHORTEST},
             },
         )
 

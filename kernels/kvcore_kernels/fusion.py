@@ -68,12 +68,12 @@ class TritonFusion(TorchFusion):
         count = _SAMPLE_ROWS
         queries, fresh = sample.queries[:count], LayerKV(*(part[:count] for part in sample.fresh))
         size = (count, *fresh.keys.shape[1:])
-        dtype = sample.staging.tensors[0].dtype
+        dtype = getattr(torch, sample.pages.layout.dtype)
         kv = LayerKV(*(torch.zeros(size, dtype=dtype, device=queries.device) for _ in range(2)))
         still: list[Rope | None] = [None] * len(sample.ropes)
         turning = next((i for i, rope in enumerate(sample.ropes) if rope), 0)
-        for source, ropes in ((sample.pages, still), (sample.staging, sample.ropes)):
-            self.placing(source, kv, [Place(0, 1, 1, 1)], ropes, copies).place(turning)
+        for ropes in (still, sample.ropes):
+            self.placing(sample.pages, kv, [Place(0, 1, 1, 1)], ropes, copies).place(turning)
         every = torch.arange(count, device=queries.device)
         self.merge(kv, every, fresh)
         scores = self.deviation(fresh, every, kv, every)[0]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvcore.config.fields import Name, Options, SchemaModel, Size, parse_size
+from kvcore.config.fields import Name, Options, SchemaModel
 
 __all__ = ["FusionConfig", "PlannerConfig", "Share"]
 
@@ -77,12 +77,6 @@ class FusionConfig(SchemaModel):
         default_factory=list,
         description="Token ids that precede chunks when they are warmed, such as a begin-of-text "
         "token or a system prompt. Marked chunks are looked up after them.",
-    )
-    staging_max: Size = Field(
-        default=parse_size("1GiB"),
-        description="Largest memory, in bytes over all ranks, for the chunks that one step loads "
-        "into prompts, besides the engine's own. If the chunks of a prompt need more, only those "
-        "that fit are reused.",
     )
 
 

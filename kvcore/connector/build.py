@@ -275,12 +275,11 @@ def build_fusion_worker(
     kind: type[_B],
     config: Config,
     model: ModelDescription,
-    rank: int,
     parts: WorkerParts,
     layers: EngineLayers,
     ropes: Sequence[Rope | None],
 ) -> _B:
-    """Build the fusion worker of ``rank`` over the engine's own ``layers``.
+    """Build a rank's fusion worker over the engine's own ``layers``.
 
     ``kind`` is the class to build. ``ropes`` rotate cached K, one a layer.
     """
@@ -290,7 +289,6 @@ def build_fusion_worker(
         parts.worker,
         layers,
         ropes,
-        model.rank_shape(rank),
         selector,
         model.groups[0].page_tokens,
         ops,

@@ -21,9 +21,8 @@ from kvcore.errors import BlockMissing, KVCoreError
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import HOST, Hit, Manager
-from kvcore.manager.base import Lane
 from kvcore.model.keys import KeyChain, Namespace
-from kvcore.transfer.graph import Span, UnitTable
+from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 
 __all__ = ["MAX_FAILURES", "MAX_FETCH", "ChunkPlanner", "worth_fetching"]
 
@@ -128,14 +127,13 @@ class ChunkPlanner:
         return sorted(found)
 
     def plan(
-        self, found: Iterable[Reusable], exact: int, limit: int, ratio: float, staged: int = 0
+        self, found: Iterable[Reusable], exact: int, limit: int, ratio: float
     ) -> BlendPlan | None:
-        """Plan a blend of the chunks in [exact, limit).
+        """Plan a blend of the chunks in [exact, limit) that are still cached.
 
-        Only chunks that are still cached and that fit the staging memory, of which ``staged`` bytes
-        are taken, are used. Returns None if fewer than ``fusion.min_tokens`` tokens are left.
+        Returns None if fewer than ``fusion.min_tokens`` tokens are left.
         """
-        usable = self._usable(found, exact, limit, self._settings.staging_max - staged)
+        usable = self._usable(found, exact, limit)
         if sum(chunk.length for chunk in usable) < self._settings.min_tokens:
             return None
         stop = usable[-1].prompt_start + usable[-1].length
@@ -183,30 +181,27 @@ class ChunkPlanner:
             _log.debug("a chunk is no longer cached: %s", error)
             return None
 
-    def launch(
-        self, plan: BlendPlan, layers: Sequence[Span], lane: Lane
-    ) -> tuple[list[ChunkLoad], int]:
-        """Launch the loads of a plan's chunks into staging. Returns them and the staging's blocks.
+    def launch(self, plan: BlendPlan, layers: Sequence[Span]) -> list[ChunkLoad]:
+        """Launch the loads of a plan's chunks, whose pages the ranks fill in.
 
-        ``layers`` are the layer steps in which the chunks arrive. ``lane`` receives each graph.
-        A chunk that is no longer cached is left out and computed with the fresh tokens.
+        ``layers`` are the layer steps in which the chunks arrive. A chunk that is no longer cached
+        is left out and computed with the fresh tokens.
         """
-        loads, row = [], 0
+        loads = []
         for chunk in plan.chunks:
             try:
                 hit, start, stop = self.source(chunk)
-                units = np.arange(row, row + stop - start, dtype=np.int64)[:, None]
+                nowhere = np.full((stop - start, 1), SKIP, dtype=np.int64)
                 planned = self._manager.plan_load(hit, Span(start, stop), layers=layers)
-                tables = [UnitTable.of(units, self._block)]
-                graph = self._manager.launch(planned, tables, lane=lane)
+                tables = [UnitTable.of(nowhere, self._block)]
+                graph = self._manager.launch(planned, tables, lane=_left_to_the_order)
             except KVCoreError as error:
                 _log.warning("a chunk is computed because it cannot be loaded: %s", error)
                 continue
-            first = (row - start) * self._block + chunk.source_start
+            first = chunk.source_start - start * self._block
             distance = chunk.prompt_start - chunk.source_start
             loads.append(ChunkLoad(graph, first, chunk.length, chunk.prompt_start, distance))
-            row += stop - start
-        return loads, row
+        return loads
 
     def nbytes(self, plan: BlendPlan) -> dict[str, int]:
         """Return the bytes of a plan's chunks over all ranks, by the tier they would be read from.
@@ -256,24 +251,19 @@ class ChunkPlanner:
         last = (len(behind) + length - 1) // self._block
         return Reusable(start, length, len(behind), chain.keys[last])
 
-    def _usable(
-        self, found: Iterable[Reusable], exact: int, limit: int, room: int
-    ) -> list[Reusable]:
+    def _usable(self, found: Iterable[Reusable], exact: int, limit: int) -> list[Reusable]:
         usable = []
         for chunk in found:
             a = max(chunk.prompt_start, exact, self._sink(chunk))
             b = min(chunk.prompt_start + chunk.length, limit)
             moved = chunk.source_start + a - chunk.prompt_start
-            nbytes = self._nbytes * len(self.blocks(moved, b - a))
-            unfit = b - a < self._settings.min_tokens or nbytes > room
-            if unfit or not self._held(chunk.last_key):
+            if b - a < self._settings.min_tokens or not self._held(chunk.last_key):
                 continue
             try:
                 last_key = self._last_key(chunk, moved + b - a)
             except KVCoreError:  # the server has just exited
                 continue
             usable.append(Reusable(a, b - a, moved, last_key))
-            room -= nbytes
         return usable
 
     def _sink(self, chunk: Reusable) -> int:
@@ -291,3 +281,7 @@ class ChunkPlanner:
         if (stop - 1) // self._block == (whole - 1) // self._block:
             return chunk.last_key
         return self._manager.index.path(chunk.last_key)[(stop - 1) // self._block]
+
+
+def _left_to_the_order(graph: TransferGraph) -> None:
+    """Drop the graph: the blend's order carries it."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvcore.fusion.segments import Reusable
-from kvcore.transfer.graph import TransferGraph
+from kvcore.transfer.graph import SKIP, TransferGraph, UnitTable
 
 __all__ = [
     "FULL_LAYERS",
@@ -49,10 +51,10 @@ class BlendPlan:
 
 
 class ChunkLoad(msgspec.Struct, array_like=True):
-    """A chunk of a blend: ``graph`` copies its blocks into rows of the staging memory.
+    """A chunk of a blend: tokens [first, first + length) of the blocks that ``graph`` copies.
 
-    Tokens [first, first + length) of the staging belong at ``position`` of the prompt. They were
-    computed ``distance`` positions earlier.
+    They belong at ``position`` of the prompt, and were computed ``distance`` positions earlier. The
+    graph of the order names no page: see `into`.
     """
 
     graph: TransferGraph
@@ -61,6 +63,18 @@ class ChunkLoad(msgspec.Struct, array_like=True):
     position: int
     distance: int
 
+    def into(self, slots: npt.NDArray[np.int64]) -> TransferGraph:
+        """Return the graph, bound so that it copies each token of the chunk to its own slot.
+
+        ``slots`` has the engine's slot of each position of the prompt. Other tokens of the blocks
+        are not copied.
+        """
+        [blocks] = self.graph.units
+        units = np.full((self.graph.num_rows, blocks.unit_tokens), SKIP, dtype=np.int64)
+        there = slots[self.position : self.position + self.length]
+        units.ravel()[self.first : self.first + self.length] = there
+        return self.graph.bind([UnitTable.of(units, 1)])
+
 
 class BlendOrder(msgspec.Struct, array_like=True):
     """One prompt to blend in this step, before the forward.
@@ -68,8 +82,7 @@ class BlendOrder(msgspec.Struct, array_like=True):
     ``tokens`` are the prompt's (`kvcore.model.keys.pack_tokens`) and ``pages`` the request's pages
     in the engine. KV is made for positions [exact, stop). Positions [0, readable) can be read from
     the pages. Positions [readable, exact) are computed by another request in this very step, so the
-    blend computes them too. ``blocks`` is the size of the staging in blocks. ``lora`` is the
-    engine's number of the LoRA adapter, 0 for none.
+    blend computes them too. ``lora`` is the engine's number of the LoRA adapter, 0 for none.
     """
 
     request_id: str
@@ -80,7 +93,6 @@ class BlendOrder(msgspec.Struct, array_like=True):
     pages: list[int]
     ratio: float
     chunks: list[ChunkLoad]
-    blocks: int
     lora: int = 0
 
 
@@ -122,6 +134,13 @@ class BlendTime(msgspec.Struct, array_like=True):
     kept: int
     exact: int
     seconds: float
+
+
+def slots_of(order: BlendOrder, page_tokens: int) -> npt.NDArray[np.int64]:
+    """Return the engine's slot of each position [0, stop) of an order: [stop] int64."""
+    positions = np.arange(order.stop, dtype=np.int64)
+    pages = np.asarray(order.pages, dtype=np.int64)
+    return pages[positions // page_tokens] * page_tokens + positions % page_tokens
 
 
 def pages_made(order: BlendOrder, page_tokens: int) -> list[int]:

@@ -35,10 +35,9 @@ from kvcore.fusion.controller import Decision, Mode
 from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.segments import Reusable, SegmentBook
 from kvcore.manager import Manager
-from kvcore.manager.base import Lane
 from kvcore.model.keys import Namespace, pack_tokens
 from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import Span, TransferGraph
+from kvcore.transfer.graph import Span
 
 __all__ = ["FusionRequest", "FusionScheduler", "FusionTraits"]
 
@@ -57,13 +56,10 @@ class FusionTraits:
     Attributes:
         page_tokens: the engine's page in tokens.
         ends_at_page: a blend must end at the border of a page.
-        promises: the engine is promised the KV before it allocates pages, and the promise cannot
-            be retracted. Staging memory is then reserved with the promise, not with the order.
     """
 
     page_tokens: int
     ends_at_page: bool = False
-    promises: bool = False
 
 
 @dataclass
@@ -135,7 +131,6 @@ class FusionScheduler:
         self.chunks = ChunkPlanner(
             self.config.fusion, self.config.block.tokens, self.block_nbytes, self.manager, segments
         )
-        self._staged = 0  # bytes of staging memory that this step's blends take
         self._known: OrderedDict[str, FusionRequest] = OrderedDict()
 
     # -- a request comes --------------------------------------------------------------------
@@ -212,10 +207,10 @@ class FusionScheduler:
     ) -> BlendPlan | None:
         """Plan the longest blend of these chunks that ends where the engine lets a blend end."""
         page = self.traits.page_tokens if self.traits.ends_at_page else 1
-        plan = self.chunks.plan(found, exact, limit, ratio, self._staged)
+        plan = self.chunks.plan(found, exact, limit, ratio)
         while plan is not None and plan.stop % page:
             border = plan.stop // page * page
-            plan = self.chunks.plan(found, exact, border, ratio, self._staged)
+            plan = self.chunks.plan(found, exact, border, ratio)
         return plan
 
     def in_host(self, plan: BlendPlan) -> BlendPlan | None:
@@ -227,11 +222,6 @@ class FusionScheduler:
 
     # -- a request is scheduled -------------------------------------------------------------
 
-    def reserve(self, plan: BlendPlan) -> None:
-        """Reserve staging memory for a plan that is promised to the engine in this step."""
-        blocks = (len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
-        self._staged += sum(blocks) * self.block_nbytes
-
     def order(
         self,
         request: FusionRequest,
@@ -239,19 +229,14 @@ class FusionScheduler:
         plan: BlendPlan,
         pages: Sequence[int],
         lora: int = 0,
-        lane: Lane | None = None,
     ) -> BlendOrder:
         """Launch the loads of a plan whose pages are allocated and return the order for the ranks.
 
         The order carries the graph of each chunk, so no graph goes through the transport's queue.
-        If the ranks of an engine receive graphs without the order, ``lane`` receives them.
-
         The engine counts on the tokens, so a chunk that is no longer cached is computed with the
         fresh tokens.
         """
-        chunks, blocks = self.chunks.launch(plan, self.layer_steps, lane or _left_to_the_order)
-        if not self.traits.promises:
-            self._staged += blocks * self.block_nbytes
+        chunks = self.chunks.launch(plan, self.layer_steps)
         first, known = plan.chunks[0].prompt_start, request.approximate_from
         request.plan, request.report, request.void = plan, None, False
         request.approximate_from = first if known is None else min(known, first)
@@ -265,13 +250,8 @@ class FusionScheduler:
             list(pages),
             plan.ratio,
             chunks,
-            blocks,
             lora,
         )
-
-    def end_step(self) -> None:
-        """Release the staging memory reserved in this step. Call when the step is planned."""
-        self._staged = 0
 
     # -- results ----------------------------------------------------------------------------
 
@@ -327,7 +307,3 @@ class FusionScheduler:
     def results(self) -> dict[str, dict[str, Any]]:
         """The results that clients of recent requests are shown, by request id."""
         return {request_id: request.result() for request_id, request in self._known.items()}
-
-
-def _left_to_the_order(graph: TransferGraph) -> None:
-    """Drop the graph: the blend's order carries it."""

@@ -1,6 +1,6 @@
 """The worker's half of fusion: carries out a step's blends on one rank, before the forward.
 
-begin    allocates staging memory and starts the chunks' copies
+begin    starts to copy the chunks into the pages of the request
 run      allocates all that a blend needs, and agrees with the other ranks that it can begin;
          then layer by layer: wait, recompute, write to the engine's pages
 
@@ -34,17 +34,18 @@ from kvcore.connector.fusion_messages import (
     BlendReport,
     BlendTime,
     pages_made,
+    slots_of,
 )
 from kvcore.errors import RankLostError, TransferError
 from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer
 from kvcore.fusion.fusor import BlendJob, BlendOutcome, Fusor
 from kvcore.fusion.gate import Gate, GateAction
 from kvcore.fusion.ops import FusionOps, Sample
+from kvcore.fusion.placed import PlacedChunks, in_slots
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Ratio, Selector
-from kvcore.fusion.staging import ChunkStaging, PagedPrefix, Place, PlacedChunks
-from kvcore.model.shape import BlockShape
+from kvcore.memory.device import Event
 from kvcore.transfer.graph import OpReport, RowError
 from kvcore.worker import KVWorker, refuse
 
@@ -152,7 +153,9 @@ class RefusingFusionWorker:
         self._meetings = _Meetings(agree)
         self.meets_others = agree is not _well and getattr(agree, "collective", True)
 
-    def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
+    def begin(
+        self, orders: Sequence[BlendOrder], mark: Callable[[], Event | None]
+    ) -> list[OpReport]:
         """Refuse the chunks' graphs, and return their reports."""
         self._meetings.begin()
         self._orders += orders
@@ -192,7 +195,6 @@ class FusionWorker:
         worker: KVWorker,
         layers: EngineLayers,
         ropes: Sequence[Rope | None],
-        shape: BlockShape,
         selector: Selector,
         page_tokens: int,
         ops: FusionOps,
@@ -202,7 +204,6 @@ class FusionWorker:
         self._ops = ops
         self._fusor = Fusor(layers, worker.tracer, ops)
         self._ropes = ropes
-        self._shape = shape
         self._selector = selector
         self._spread = config.fusion.spread
         bound = config.fusion.gate
@@ -210,7 +211,7 @@ class FusionWorker:
         self._page_tokens = page_tokens
         self._view = worker.groups[0].view
         self._device = self._view.tensors[0].device
-        self._orders: list[tuple[BlendOrder, ChunkStaging | None]] = []
+        self._orders: list[tuple[BlendOrder, bool]] = []  # whether all its copies were begun
         self._reports: list[BlendReport] = []
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
         self._meetings = _Meetings(layers.agree)
@@ -232,36 +233,31 @@ class FusionWorker:
         if timed:
             self._profile = self._profiled()
 
-    def begin(self, orders: Sequence[BlendOrder]) -> list[OpReport]:
-        """Start to copy chunks into staging, and return the reports of refused graphs.
+    def begin(
+        self, orders: Sequence[BlendOrder], mark: Callable[[], Event | None]
+    ) -> list[OpReport]:
+        """Start to copy chunks into their requests' pages; return the reports of refused graphs.
 
-        Does not raise: a rank that fails here must still meet the others in `run`.
+        Copies begin after the event that ``mark`` returns: a step that is under way may still use
+        the pages. Does not raise: a rank that fails here must still meet the others in `run`.
         """
         refused: list[OpReport] = []
         self._meetings.begin()
         for order in orders:
-            staging = self._stage(order)
-            waiting = [chunk.graph for chunk in order.chunks]
+            waiting = list(order.chunks)
             try:
-                together, after = self._worker.wave(), self._worker.allocated()
-                while staging is not None and waiting:
-                    refused += self._worker.submit(waiting[0], staging.groups, together, after)
+                together, after = self._worker.wave(), mark()
+                slots = slots_of(order, self._page_tokens)
+                while waiting:
+                    graph = waiting[0].into(slots)
+                    refused += self._worker.submit(graph, together, after)
                     del waiting[0]
             except Exception:  # noqa: BLE001 - told to the other ranks in `run`
                 _log.exception("chunks could not be copied request=%s", order.request_id)
-            for graph in waiting:
-                refused += refuse(graph, RowError.CANCELLED)
-            self._orders.append((order, None if waiting else staging))
+            for chunk in waiting:
+                refused += refuse(chunk.graph, RowError.CANCELLED)
+            self._orders.append((order, not waiting))
         return refused
-
-    def _stage(self, order: BlendOrder) -> ChunkStaging | None:
-        """Allocate memory for the chunks of an order; returns None if there is none left."""
-        try:
-            with self._worker.allocating():
-                return ChunkStaging(self._shape, max(order.blocks, 1), self._device)
-        except Exception as error:  # noqa: BLE001 - told to the other ranks
-            _log.error("no memory for the chunks of request=%s: %s", order.request_id, error)
-            return None
 
     def run(self, landed: Callable[[int], None]) -> list[int]:
         """Carry out the orders, and return the pages that failed blends left unfilled.
@@ -271,13 +267,20 @@ class FusionWorker:
         """
         failed: list[int] = []
         orders, self._orders = self._orders, []
-        for order, staging in orders:
-            if not self._done(order, staging, landed):
+        for order, begun in orders:
+            if not self._done(order, begun, landed):
                 self._reports.append(BlendReport(order.request_id, ok=False))
                 failed += pages_made(order, self._page_tokens)
-            for chunk in order.chunks:
-                self._worker.release(chunk.graph.graph_id)
+            self._follow(order)
         return failed
+
+    def _follow(self, order: BlendOrder) -> None:
+        """Let what the current stream writes next be written after the order's copies.
+
+        Blocks the host until they were issued.
+        """
+        for chunk in order.chunks:
+            self._worker.follow(chunk.graph.graph_id)
 
     def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one does not carry out the rest of a step's orders.
@@ -289,15 +292,13 @@ class FusionWorker:
         self._meetings.end(orders)
 
     @torch.inference_mode()
-    def _done(
-        self, order: BlendOrder, staging: ChunkStaging | None, landed: Callable[[int], None]
-    ) -> bool:
+    def _done(self, order: BlendOrder, begun: bool, landed: Callable[[int], None]) -> bool:
         """Return True if the order was carried out on every rank. A collective.
 
         Layers are collectives, so either all ranks run them or none.
         """
         with ExitStack() as block:
-            ready = self._ready(order, staging, landed, block)
+            ready = self._ready(order, begun, landed, block)
             if not self._meetings.agree(order, ready is not None) or ready is None:
                 return False
             budget = Ratio(order.ratio, self._spread, FULL_LAYERS)
@@ -316,7 +317,7 @@ class FusionWorker:
     def _ready(
         self,
         order: BlendOrder,
-        staging: ChunkStaging | None,
+        begun: bool,
         landed: Callable[[int], None],
         block: ExitStack,
     ) -> _Ready | None:
@@ -324,12 +325,12 @@ class FusionWorker:
 
         Returns None if this rank cannot.
         """
-        if staging is None:
+        if not begun:
             return None
         try:
             clock = BlendClock(self._worker.device)
             job = _job(order, self._device)
-            placed = self._placed(order, job, staging, landed, clock)
+            placed = self._placed(order, job, landed, clock)
             block.enter_context(self._layers.serving(self._served(order)))
         except Exception:  # noqa: BLE001 - told to the other ranks
             _log.exception("blend cannot begin, computing instead request=%s", order.request_id)
@@ -357,11 +358,10 @@ class FusionWorker:
             with self._nobody(), InStep(self._layers).lasting():
                 positions = torch.arange(rows, device=self._device)
                 state = HiddenState(self._layers.embed(torch.zeros_like(positions)), None)
-                staging = ChunkStaging(self._shape, 1, self._device).groups[0].view
 
                 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                     sample = Sample(
-                        q, LayerKV(k, v), self._layers.attention, self._ropes, self._view, staging
+                        q, LayerKV(k, v), self._layers.attention, self._ropes, self._view
                     )
                     self._ops.prepare(sample, self._worker.ops)
                     raise LeaveLayer
@@ -407,11 +407,12 @@ class FusionWorker:
         self,
         order: BlendOrder,
         job: BlendJob,
-        staging: ChunkStaging,
         landed: Callable[[int], None],
         clock: BlendClock,
     ) -> PlacedChunks:
-        slots = self._slots(order)
+        slots = slots_of(order, self._page_tokens)
+        made = slice(order.exact, order.stop)
+        written = self._worker.device.upload(slots[made])
 
         def wait(layer: int) -> None:
             with clock.waiting():
@@ -420,24 +421,23 @@ class FusionWorker:
                     self._worker.wait_layer(chunk.graph.graph_id, layer)
 
         def sink(layer: int, kv: LayerKV) -> None:
-            made = slice(order.exact, order.stop)
-            self._layers.write(layer, LayerKV(kv.keys[made], kv.values[made]), slots)
+            self._layers.write(layer, LayerKV(kv.keys[made], kv.values[made]), written)
 
-        places = [
-            Place(chunk.first, chunk.length, chunk.position, chunk.distance)
-            for chunk in order.chunks
-        ]
+        places = in_slots(slots, 0, order.readable)
+        for chunk in order.chunks:
+            stop = chunk.position + chunk.length
+            places += in_slots(slots, chunk.position, stop, chunk.distance)
         return PlacedChunks(
             len(job.tokens),
-            staging,
+            self._view,
             places,
             self._ropes,
-            PagedPrefix(self._view, self._pages(order), order.readable),
             wait,
             sink,
             self._worker.ops,
             self._ops,
-            again=self._selector.needs_question or self._gate is not None,
+            again=self._selector.needs_question,
+            over=self._gate is not None,
         )
 
     def _served(self, order: BlendOrder) -> ServedRequest:
@@ -453,13 +453,6 @@ class FusionWorker:
         pages = np.asarray(order.pages, dtype=np.int64)[:, None] * per_page + np.arange(per_page)
         found: list[int] = pages.ravel().tolist()
         return found
-
-    def _slots(self, order: BlendOrder) -> torch.Tensor:
-        """Return the token slots of positions [exact, stop)."""
-        positions = np.arange(order.exact, order.stop, dtype=np.int64)
-        pages = np.asarray(order.pages, dtype=np.int64)
-        slots = pages[positions // self._page_tokens] * self._page_tokens
-        return self._worker.device.upload(slots + positions % self._page_tokens)
 
     def take_times(self) -> list[BlendTime]:
         """Return and forget the times of blends that the device has ended. Does not block.
@@ -524,12 +517,11 @@ class PromisedFusionWorker(FusionWorker):
         orders, self._orders = self._orders, []
         self._meetings.note(order for order, _ in orders)
         try:
-            for order, staging in orders:
-                self._carry_out(order, staging if self._there(order, arrived) else None)
+            for order, begun in orders:
+                self._carry_out(order, self._there(order, arrived) and begun)
         finally:
             for order, _ in orders:
-                for chunk in order.chunks:
-                    self._worker.release(chunk.graph.graph_id)
+                self._follow(order)
 
     def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one carries out none of a step's orders.
@@ -549,12 +541,21 @@ class PromisedFusionWorker(FusionWorker):
             _log.exception("chunks did not arrive request=%s", order.request_id)
             return False
 
-    def _carry_out(self, order: BlendOrder, staging: ChunkStaging | None) -> None:
-        able = self._layers.agree(staging is not None)
-        if able and self._done(order, staging, _landed):
+    def _quiet(self, order: BlendOrder) -> bool:
+        """Return True if no copy of the order's chunks can come after what is written next."""
+        try:
+            self._follow(order)
+        except Exception:  # noqa: BLE001 - told to the other ranks
+            _log.exception("chunks may still be copied request=%s", order.request_id)
+            return False
+        return True
+
+    def _carry_out(self, order: BlendOrder, well: bool) -> None:
+        able = self._layers.agree(well)
+        if able and self._done(order, True, _landed):
             return
-        bare = replace(order, chunks=[], blocks=1, ratio=0.0)
-        if not self._done(bare, self._stage(bare), _landed):
+        bare = replace(order, chunks=[], ratio=0.0)
+        if not self._done(bare, self._quiet(order), _landed):
             raise TransferError(
                 f"tokens {order.exact}..{order.stop} of request {order.request_id} were promised "
                 "and could be neither blended nor computed; the step's requests fail, because a "

@@ -327,14 +327,14 @@ class StepWorker(Generic[_R]):
     def _begin_blends(
         self, blends: FusionWorker | RefusingFusionWorker, orders: Sequence[BlendOrder]
     ) -> None:
-        """Start to copy the chunks of ``orders`` into staging memory."""
+        """Start to copy the chunks of ``orders`` into the pages of their requests."""
         with self._lock:
             for order in orders:
                 for chunk in order.chunks:
                     load: Load[_R] = Load(chunk.graph)
                     self._loads[load.graph_id] = self._chunks[load.graph_id] = load
                     self._todo.pop(load.graph_id, None)
-        refused = blends.begin(orders)
+        refused = blends.begin(orders, self._mark)
         with self._lock:
             for report in refused:
                 self._take(report)

@@ -6,7 +6,7 @@
     fusor       the blend, run through an engine's own decoder layers
     attend      attention of scattered rows
     ops         the device operations of a blend, and the choice between implementations
-    staging     device memory that holds chunks until a blend reads them
+    placed      the cached KV of a prompt, in the pages of its request
     gate        estimates a blend's error while it runs, and enlarges its ratio
     controller  whether to blend, and how many rows to recompute, from measured seconds
     find        finds stored segments in a prompt that does not mark them

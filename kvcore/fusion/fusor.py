@@ -40,6 +40,7 @@ from kvcore.telemetry.timeline import Tracer
 __all__ = ["BlendJob", "BlendOutcome", "Fusor", "LayerTiming", "Placed"]
 
 _CPU = torch.device("cpu")
+_NO_ROWS = torch.empty(0, dtype=torch.int64)  # made here: a blend that began may not fail alone
 
 WORTH_A_SECOND_RUN = 0.7
 """If a smaller share of the rows is kept, the layer runs again for the kept rows alone. Projecting
@@ -55,6 +56,13 @@ class Placed(ABC):
 
         Positions without cached KV have unspecified values. Blocks until the layer has been loaded.
         The caller owns the result until the next call, and may write to it.
+        """
+
+    def keep(self, layer: int, rows: Tensor) -> None:  # noqa: B027 - for those that lose them
+        """Keep the cached K and V of ``rows`` (int64), which `write` is about to replace.
+
+        The walk may start over: `layer` then returns the cached KV of all rows again. The layer
+        must be the last that `layer` has returned, and unchanged.
         """
 
     @abstractmethod
@@ -128,7 +136,7 @@ class BlendOutcome:
     """
 
     layers: list[LayerTiming] = field(default_factory=list)
-    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    chosen: Tensor = _NO_ROWS
     look_s: float = 0.0
     verdicts: list[Verdict] = field(default_factory=list)
     abandoned: list[LayerTiming] = field(default_factory=list)
@@ -432,6 +440,8 @@ class _Walk:
 
     def _merge(self, layer: int, rows: Rows, new: LayerKV, kv: LayerKV) -> None:
         def merged() -> None:
+            if self._watch is not None and self._watch.verdict is None:
+                self.placed.keep(layer, rows.places)
             self.ops.merge(kv, rows.positions, new)
             self.placed.write(layer, kv)
 

@@ -73,7 +73,6 @@ class Sample(NamedTuple):
         attention: the attention of every layer.
         ropes: the rope of every layer.
         pages: the engine's pages.
-        staging: memory for chunks.
     """
 
     queries: Tensor
@@ -81,7 +80,6 @@ class Sample(NamedTuple):
     attention: Sequence[Attention]
     ropes: Sequence[Rope | None]
     pages: KVView
-    staging: KVView
 
 
 class Placing(ABC):
@@ -130,7 +128,7 @@ class FusionOps(ABC):
 
         ``ropes`` has one rope for each layer of the source. Places do not overlap. ``copies`` may
         be used to copy. If layers are placed ``again``, the first time may write the rotated K back
-        to the source; else the source is not changed.
+        to the source; nothing else of the source is changed.
         """
 
     @abstractmethod
@@ -182,6 +180,18 @@ def token_tables(places: Sequence[Place]) -> tuple[Units, Units, Units]:
     )
 
 
+def _joined(places: Iterable[Place]) -> list[Place]:
+    """Join runs of the prompt that follow one another and move alike, wherever they come from."""
+    runs: list[Place] = []
+    for place in places:
+        last = runs[-1] if runs else place
+        if (last.position + last.length, last.distance) == (place.position, place.distance):
+            runs[-1] = last._replace(length=last.length + place.length)
+        else:
+            runs.append(place)
+    return runs
+
+
 class _TorchPlacing(Placing):
     def __init__(
         self,
@@ -194,12 +204,13 @@ class _TorchPlacing(Placing):
     ) -> None:
         self._source = source
         self._into = into
-        self._moved = [place for place in places if place.length and place.distance]
+        self._moved = _joined(place for place in places if place.length and place.distance)
         self._ropes = ropes
         self._copies = copies
         self._again = again
         self._turned: set[int] = set()
-        self._src, self._dst, _ = token_tables(places)
+        self._src, self._dst, distances = token_tables(places)
+        self._away = distances != 0
         layout = sglang_layout([into.keys], [into.values], 1, source.layout.dtype)
         self._target = KVView(layout, list(into))
 
@@ -216,7 +227,8 @@ class _TorchPlacing(Placing):
             keys = self._into.keys[there].transpose(0, 1)
             self._into.keys[there] = rope.shift(keys, place.distance).transpose(0, 1)
         if self._again:
-            self._copies.copy_blocks(self._target, self._dst, source, self._src, unit_tokens=1)
+            here, there = self._src[self._away], self._dst[self._away]
+            self._copies.copy_blocks(self._target, there, source, here, unit_tokens=1)
             self._turned.add(layer)
 
 

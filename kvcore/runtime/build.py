@@ -470,7 +470,7 @@ def build_worker(
         arena.close()
         raise
     try:
-        _prepare(ops, worker, arena_view, config.block.tokens, points)
+        _prepare(ops, worker, arena_view, config, points)
     except BaseException:
         worker.close()
         raise
@@ -491,7 +491,7 @@ def _prepare(
     ops: DeviceOps,
     worker: KVWorker,
     arena: KVView,
-    block_tokens: int,
+    config: Config,
     points: PointCopies,
 ) -> None:
     """Compile and allocate what copies of the engine's pages will need, before it captures graphs.
@@ -500,7 +500,7 @@ def _prepare(
     """
     import torch
 
-    place = SlotPlace(worker.arena.slot_nbytes)
+    place, block_tokens = SlotPlace(worker.arena.slot_nbytes), config.block.tokens
     copied = [
         (
             group.view,
@@ -510,6 +510,8 @@ def _prepare(
         for group in worker.groups
         if group.layers
     ]
+    if config.fusion.enabled:  # a chunk of a blend may begin at any token
+        copied += [(pages, memory, 1) for pages, memory, _ in copied]
     rows = points.in_memory(arena, place)
     copied += [
         (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from kvcore._util.cpus import node_cores, settle_thread
@@ -25,7 +24,6 @@ from kvcore.config.paths import folder_of
 from kvcore.errors import KVCoreError, TierUnavailable
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Event
-from kvcore.memory.device_group import DeviceGroup
 from kvcore.memory.layout import KVView
 from kvcore.model.spec import ModelDescription
 from kvcore.server.mapped import MappedArenas
@@ -142,7 +140,6 @@ class ServedWorker(KVWorker):
     def submit(
         self,
         graph: TransferGraph,
-        into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
         after: Event | None = None,
     ) -> list[OpReport]:
@@ -162,7 +159,7 @@ class ServedWorker(KVWorker):
             if not ready:
                 _log.debug("graph refused graph=%d: memory is being pinned", graph.graph_id)
                 return refuse(graph, RowError.NOT_READY)
-            return super().submit(graph, into, wave, after)
+            return super().submit(graph, wave, after)
 
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)

@@ -46,7 +46,6 @@ class DeviceCopy:
         arena: KVView,
         to_device: bool,
         sync: CopyStreams,
-        elsewhere: Mapping[int, Sequence[DeviceGroup]],
         first_layer: int,
         points: PointCopies = NO_POINTS,
         place: SlotPlace = NO_PLACE,
@@ -55,7 +54,6 @@ class DeviceCopy:
         self._first_layer = first_layer
         self._groups = groups
         self._points = points
-        self._elsewhere = elsewhere
         self.use(arena, place)
         self._to_device = to_device
         self._sync = sync
@@ -87,9 +85,8 @@ class DeviceCopy:
         """Return the parts that one call can copy: of the same pages, layers and units."""
         found: dict[Any, list[OpPart]] = {}
         for part in parts:
-            groups = self._elsewhere.get(part.graph.graph_id, self._groups)
             units = tuple((table.unit_tokens, table.units_per_block) for table in part.graph.units)
-            found.setdefault((id(groups), part.op.layers, units), []).append(part)
+            found.setdefault((part.op.layers, units), []).append(part)
         return found.values()
 
     def _copy_blocks(self, parts: Sequence[OpPart]) -> None:
@@ -98,9 +95,8 @@ class DeviceCopy:
             [_places(part.graph, part.op)[row] for part in parts for row in part.rows],
             dtype=np.int64,
         )
-        groups = self._elsewhere.get(graph.graph_id, self._groups)
         for i, (group, arena, table) in enumerate(
-            zip(groups, self._arenas, graph.units, strict=True)
+            zip(self._groups, self._arenas, graph.units, strict=True)
         ):
             layers = _positions(group.layers, op)
             units = np.concatenate([part.graph.units[i].array()[part.rows] for part in parts])
@@ -150,8 +146,7 @@ class DeviceCopy:
         """
         from kvcore.memory.copy.reference import zero_tokens
 
-        groups = self._elsewhere.get(graph.graph_id, self._groups)
-        for group, table in zip(groups, graph.units, strict=True):
+        for group, table in zip(self._groups, graph.units, strict=True):
             unit = int(table.array()[last].max())
             if group.layers and group.page_tokens and unit != SKIP:
                 stop = (unit + 1) * table.unit_tokens

@@ -8,7 +8,6 @@ from typing import Any
 from kvcore.errors import TierError
 from kvcore.index.slots import SlotRun
 from kvcore.memory.device import Event, Stream, device_of
-from kvcore.memory.device_group import DeviceGroup
 from kvcore.tiers.base import BlockRead, BlockRecord, BlockWrite, Tier
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 
@@ -57,14 +56,10 @@ class RefusingWorker:
     def submit(
         self,
         graph: TransferGraph,
-        into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
         after: Event | None = None,
     ) -> list[OpReport]:
         return refuse(graph, RowError.REFUSED)
-
-    def release(self, graph_id: int) -> None:
-        pass
 
     def open_tier(self, name: str, tier: Tier) -> None:
         tier.close()

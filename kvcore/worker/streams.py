@@ -4,15 +4,14 @@
                                         ▼           ┆
     copy thread's stream ─────────── copies of a graph ──▶ done
 
-Each thread that copies has a stream of its own. Memory that a caller allocates to copy into has
-one too, so that a copy into it waits for what last used that memory, not for the running step.
+Each thread that copies has a stream of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from kvcore.memory.device import Device, Event, Stream
 
@@ -51,7 +50,6 @@ class CopyStreams:
         self._streams: dict[int, Stream] = {}
         self._after: dict[int, Event] = {}
         self._lock = threading.Lock()  # of what copies wait for
-        self._memory: Stream | None = None
         self._joined: Stream | None = None
 
     def mark(self, *others: Stream) -> Event:
@@ -106,25 +104,3 @@ class CopyStreams:
             self.device.enter()
             stream = self._streams[thread] = self.device.stream()
         return stream
-
-    # -- memory to copy into ----------------------------------------------------------------
-
-    def allocating(self) -> AbstractContextManager[object]:
-        """Return a context in which to allocate memory that graphs are copied into."""
-        return self._memory_stream().issuing()
-
-    def allocated(self) -> Event:
-        """Return an event after all earlier uses of the memory that `allocating` has reused."""
-        return self._memory_stream().record()
-
-    def free(self) -> None:
-        """Let memory be freed. The current stream was the last to use it.
-
-        Memory that is allocated later may lie at the same place, and is written only afterwards.
-        """
-        self._memory_stream().follow(self.device.current_stream().record())
-
-    def _memory_stream(self) -> Stream:
-        if self._memory is None:
-            self._memory = self.device.stream()
-        return self._memory

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,6 @@ class KVWorker:
         self.tiers: dict[str, Tier] = {}
         self.ops = ops
         self.groups = tuple(pages.groups)
-        self._elsewhere: dict[int, Sequence[DeviceGroup]] = {}
         self._metrics = metrics or Metrics(enabled=False)
         self.tracer = tracer or Tracer()
         self._stream = CopyStreams(self.device)
@@ -113,7 +111,6 @@ class KVWorker:
                 memory,
                 to_device,
                 self._stream,
-                self._elsewhere,
                 first_layer,
                 pages.points,
                 SlotPlace(arena.slot_nbytes),
@@ -205,51 +202,25 @@ class KVWorker:
     def submit(
         self,
         graph: TransferGraph,
-        into: Sequence[DeviceGroup] | None = None,
         wave: int | None = None,
         after: Event | None = None,
     ) -> list[OpReport]:
         """Start a graph, ordered after earlier waves' copies. Its copies begin after ``after``.
 
         Without ``after`` they begin after the current stream's work so far: a step that is under
-        way may still write to the pages. ``into`` replaces the engine's pages until `release` is
-        called for the graph. A graph that cannot be taken (it is malformed, or the queue is full)
-        does not run at all: reports of its failed ops are returned. They are refused if the engine
-        has stopped: this rank then takes no more work.
+        way may still write to the pages. A graph that cannot be taken (it is malformed, or the
+        queue is full) does not run at all: reports of its failed ops are returned. They are refused
+        if the engine has stopped: this rank then takes no more work.
         """
         if graph.units:  # else it goes to and from host memory only
             self._stream.start_after(graph.graph_id, after or self._stream.mark())
         self.arena.reach(graph.host_slots)
-        if into is not None:
-            self._elsewhere[graph.graph_id] = into
         try:
             self.engine.submit(graph, wave)
         except (CapacityError, TransferError) as error:
             _log.warning("graph refused: %s", error)
             return refuse(graph, RowError.REFUSED if self.engine.stopped else RowError.INTERNAL)
         return []
-
-    def allocating(self) -> AbstractContextManager[object]:
-        """Return a context in which to allocate memory for an ``into``.
-
-        Graphs into it may then start after `allocated`, while a step is under way. Call `release`
-        for each of them before the memory is freed.
-        """
-        return self._stream.allocating()
-
-    def allocated(self) -> Event:
-        """Return an event after all earlier uses of memory that `allocating` has given out."""
-        return self._stream.allocated()
-
-    def release(self, graph_id: int) -> None:
-        """Forget the ``into`` of a graph, which only the current stream may have read.
-
-        The memory may be freed afterwards: it is not written again before the copies to it, and
-        the reads from it, have ended. Blocks the host until the copies were issued.
-        """
-        self.follow(graph_id)
-        self._elsewhere.pop(graph_id, None)
-        self._stream.free()
 
     def poll(self) -> list[OpReport]:
         """Return reports of the ops that ended since the last call. Does not block."""

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from kvcore.config import Config
 from kvcore.connector.forward_timer import ForwardTimer
@@ -34,7 +35,6 @@ from support.fusion_ranks import (
     ORDER,
     PAGE,
     ROPE,
-    SHAPE,
     Hit,
     Layers,
     Matcher,
@@ -57,13 +57,11 @@ class Copies(ScriptedWorker, Worker):
         ScriptedWorker.__init__(self)
         Worker.__init__(self, Sites())
 
-    def submit(
-        self, graph: TransferGraph, into: Any = None, wave: Any = None, after: Any = None
-    ) -> list[OpReport]:
-        if into is not None:
-            Worker.submit(self, graph, into, wave, after)
+    def submit(self, graph: TransferGraph, wave: Any = None, after: Any = None) -> list[OpReport]:
+        if graph.units[0].unit_tokens == 1:  # a chunk
+            Worker.submit(self, graph, wave, after)
         self.end_once(graph)
-        return ScriptedWorker.submit(self, graph, into, wave, after)
+        return ScriptedWorker.submit(self, graph, wave, after)
 
 
 class Step(NamedTuple):
@@ -78,14 +76,17 @@ class Step(NamedTuple):
         return Step(load_graph(first), [_order(f"a{number}", first + 1), _order("b", first + 3)])
 
 
+def _load_like(chunk: TransferGraph, graph_id: int) -> TransferGraph:
+    slots = (0,) * chunk.num_rows
+    return replace(chunk, graph_id=graph_id, host_slots=slots, ops=load_graph(graph_id).ops)
+
+
 def _order(request_id: str, graph_id: int) -> BlendOrder:
     chunks = [
-        ChunkLoad(load_graph(graph_id + i), c.first, c.length, c.position, c.distance)
+        ChunkLoad(_load_like(c.graph, graph_id + i), c.first, c.length, c.position, c.distance)
         for i, c in enumerate(ORDER.chunks)
     ]
-    return BlendOrder(
-        request_id, ORDER.tokens, 4, 4, 36, list(range(1, 11)), ORDER.ratio, chunks, ORDER.blocks
-    )
+    return BlendOrder(request_id, ORDER.tokens, 4, 4, 36, list(range(1, 11)), ORDER.ratio, chunks)
 
 
 class Rank:
@@ -101,7 +102,7 @@ class Rank:
         layers, ropes = Layers(number, matcher, Sites()), [ROPE] * LAYERS
         copies: Any = self.copies
         self.blends = self.kind(
-            config, copies, layers, ropes, SHAPE, runs(), PAGE, Hit(Sites())
+            config, copies, layers, ropes, runs(), PAGE, Hit(Sites())
         )  # fmt: skip
         self.start()
 

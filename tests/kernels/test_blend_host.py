@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-LAUNCHES = 12
+LAUNCHES = 11
 """Most launches of kvcore's own in a layer, the engine's write of KV included."""
 LAYERS = 32
 

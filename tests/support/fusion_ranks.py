@@ -7,11 +7,12 @@ a rank that has ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -28,13 +29,11 @@ from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.device import device_of
 from kvcore.memory.layout import KVView, sglang_layout
 from kvcore.model.keys import pack_tokens
-from kvcore.model.shape import BlockShape
 from kvcore.telemetry.timeline import Tracer
-from kvcore.transfer.graph import Priority, TransferGraph
+from kvcore.transfer.graph import SKIP, Priority, TransferGraph, UnitTable
 
 LAYERS, HEADS, DIM, PAGE, TOKENS = 4, 2, 16, 4, 40
 ROPE = Rope(DIM, DIM, Pairing.NEOX, 1e4)
-SHAPE = BlockShape(LAYERS, HEADS, DIM, PAGE, "float32")
 
 
 class OutOfStep(BaseException):
@@ -197,26 +196,22 @@ class Worker:
     def wave(self) -> None:
         self._sites.hit("wave")
 
-    def allocating(self) -> AbstractContextManager[None]:
-        self._sites.hit("allocating")
-        return nullcontext()
+    def mark(self) -> None:
+        self._sites.hit("mark")
 
-    def allocated(self) -> None:
-        self._sites.hit("allocated")
-
-    def submit(
-        self, graph: TransferGraph, groups: Sequence[Any], wave: None, after: None
-    ) -> list[Any]:
+    def submit(self, graph: TransferGraph, wave: None, after: None) -> list[Any]:
         self._sites.hit("submit")
-        memory = groups[0].view.tensors[0]
-        generator = torch.Generator().manual_seed(3)
-        memory.copy_(torch.rand(memory.shape, generator=generator))
+        units = graph.units[0].array().ravel()
+        generator = torch.Generator().manual_seed(graph.num_rows)
+        for memory in self.groups[0].view.tensors:
+            chunk = torch.rand(len(units), *memory.shape[1:], generator=generator)
+            memory[units[units >= 0]] = chunk[units >= 0]
         return []
 
     def wait_layer(self, graph_id: int, layer: int) -> None:
         self._sites.hit("wait_layer")
 
-    def release(self, graph_id: int) -> None:
+    def follow(self, graph_id: int) -> None:
         pass
 
 
@@ -238,14 +233,17 @@ class Hit(TorchFusion):
         return call
 
 
-def empty_graph(number: int) -> TransferGraph:
-    return TransferGraph(number, Priority.LOAD, b"", b"", (), (), (), (), ())
+def chunk_graph(number: int, blocks: int) -> TransferGraph:
+    """Return a graph of so many blocks, without ops and without pages."""
+    none, nowhere = (-1,) * blocks, np.full((blocks, 1), SKIP, dtype=np.int64)
+    keys, units = (b"",) * blocks, (UnitTable.of(nowhere, PAGE),)
+    return TransferGraph(number, Priority.LOAD, b"", b"", keys, none, none, units, ())
 
 
 ORDER = BlendOrder(
     "r", pack_tokens(list(range(TOKENS))), 4, 4, 36, list(range(1, 11)), 0.3,
     [
-        ChunkLoad(empty_graph(1), 0, 12, 6, 3),
-        ChunkLoad(empty_graph(2), 12, 14, 20, -2),
-    ], 7,
+        ChunkLoad(chunk_graph(1, 3), 0, 12, 6, 3),
+        ChunkLoad(chunk_graph(2, 4), 1, 14, 20, -2),
+    ],
 )  # fmt: skip

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from kvcore.memory.copy.base import Copy
-from kvcore.memory.device_group import DeviceGroup
-from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.shape import BlockShape
 from kvcore.testing.waiting import PATIENCE_S
 from kvcore.transfer.graph import OpReport, TransferGraph
@@ -58,14 +56,6 @@ class ManualRig(GpuRank):
         super().__init__(machine, pages=PAGES, slots=SLOTS, shape=SHAPE, ops=self.ops, device=CPU)
         self.arena.tensor().fill_(1.0)
         self.stream = self.device.current_stream()
-
-    def memory(self) -> tuple[list[torch.Tensor], list[DeviceGroup]]:
-        """Return device memory like the pages, for an ``into``."""
-        tensors = [torch.zeros_like(cache) for cache in self.caches]
-        for tensor in tensors:
-            self.machine.know_device(tensor.data_ptr(), tensor.nbytes, "other memory")
-        self.machine.keep(tensors)
-        return tensors, [DeviceGroup((0, 1, 2), KVView(from_strides(tensors, SHAPE), tensors))]
 
     def compute(self, work: Callable[[], None], stream: RecordedStream | None = None) -> None:
         """Give the engine's stream, or this one, a part of a step."""

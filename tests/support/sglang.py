@@ -17,6 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+
 from kvcore.config import load_config  # noqa: E402
 from kvcore.connector.build import (  # noqa: E402
     ManagerParts,
@@ -25,12 +26,16 @@ from kvcore.connector.build import (  # noqa: E402
     leader_parts,
 )
 from kvcore.connector.forward_timer import ForwardTimer  # noqa: E402
-from kvcore.connector.fusion_messages import BlendOrder, BlendReport, BlendTime  # noqa: E402
+from kvcore.connector.fusion_messages import (  # noqa: E402
+    BlendOrder,
+    BlendReport,
+    BlendTime,
+    slots_of,
+)
 from kvcore.connector.fusion_scheduler import FusionTraits  # noqa: E402
 from kvcore.connector.step_transport import Outbox  # noqa: E402
 from kvcore.explain.recorder import RequestRecorder  # noqa: E402
 from kvcore.fusion.segments import Segments  # noqa: E402
-from kvcore.fusion.staging import ChunkStaging  # noqa: E402
 from kvcore.memory.device import device_of  # noqa: E402
 from kvcore.model.shape import BlockShape  # noqa: E402
 from kvcore.model.spec import LayerGroup, ModelDescription  # noqa: E402
@@ -89,30 +94,30 @@ def prefix_numbers(tokens: list[int]) -> list[int]:
 
 
 class Landing:
-    """A replacement for blends: loads the chunks of orders to staging, and keeps that."""
+    """A replacement for blends: loads the chunks of orders, and makes nothing of them."""
 
-    def __init__(self, worker: Any, shape: BlockShape) -> None:
-        self._worker, self._shape = worker, shape
-        self.landed: list[tuple[BlendOrder, ChunkStaging]] = []
+    def __init__(self, worker: Any, page: int) -> None:
+        self._worker, self._page = worker, page
+        self.landed: list[BlendOrder] = []
 
-    def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
+    def begin(self, orders: list[BlendOrder], mark: Any) -> list[OpReport]:
+        self.landed += orders
         for order in orders:
-            staging = ChunkStaging(self._shape, order.blocks, torch.device("cpu"))
-            self.landed.append((order, staging))
+            slots = slots_of(order, self._page)
             for chunk in order.chunks:
-                assert not self._worker.submit(chunk.graph, staging.groups)
+                assert not self._worker.submit(chunk.into(slots), None, mark())
         return []
 
     def run(self, landed: Any) -> list[int]:
         for layer in range(LAYERS):
             landed(layer)
-        for order, _ in self.landed:
+        for order in self.landed:
             for chunk in order.chunks:
-                self._worker.release(chunk.graph.graph_id)
+                self._worker.follow(chunk.graph.graph_id)
         return []
 
     def take_reports(self) -> list[BlendReport]:
-        return [BlendReport(order.request_id) for order, _ in self.landed]
+        return [BlendReport(order.request_id) for order in self.landed]
 
     def take_profile(self) -> list[tuple[int, float]]:
         return []
@@ -152,7 +157,7 @@ class SGLangRig:
         self.served = Served(model, Rank(0, 1, None), found, page, 1000)
         parts = build_worker(self.config, model, 0, [found.view])
         self.engine = parts.worker
-        self.blends: Any = Landing(parts.worker, shape)
+        self.blends: Any = Landing(parts.worker, page)
         clock = ForwardTimer[Sequence[ForwardPart]](device_of(None)) if timed else None
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)

@@ -93,7 +93,6 @@ class ScriptedWorker:
     def submit(
         self,
         graph: TransferGraph,
-        into: Sequence[Any] | None = None,
         wave: int | None = None,
         after: Any = None,
     ) -> list[OpReport]:

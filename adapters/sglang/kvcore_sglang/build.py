@@ -90,9 +90,7 @@ def build(
         blends = None
         if fusable is not None:
             layers, ropes = fusable.layers, fusable.ropes
-            blends = build_fusion_worker(
-                FusionWorker, config, model, rank.number, parts, layers, ropes
-            )
+            blends = build_fusion_worker(FusionWorker, config, model, parts, layers, ropes)
         timed = times_forwards and rank.number == 0  # all ranks take the same time
         clock = ForwardTimer[Sequence[ForwardPart]](parts.worker.device) if timed else None
         return parts, WorkerConnector(parts, forward_stream, blends, clock)

@@ -355,11 +355,6 @@ class Leader(LeaderCore[SglangFusionScheduler]):
             for blend in order.blends:
                 self._fusion.forget(blend.request_id)
 
-    def begin_batch(self) -> None:
-        """End the batch of the orders made since the last call."""
-        if self._fusion is not None:
-            self._fusion.end_step()
-
     def refuse(self, rids: Iterable[str]) -> None:
         """Handle failed loads of requests: they are computed and not looked up again."""
         for rid in rids:

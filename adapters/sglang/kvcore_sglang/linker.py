@@ -316,8 +316,6 @@ class KVCoreLinker(_LinkerBase):  # type: ignore[misc]  # the engine's class, un
         )
         if spoilt:
             self.layer_done_counter.spoil(index)
-        if self.leader is not None:
-            self._guarded(None, Leader.begin_batch)
         self._hear_gate()
         return index
 

@@ -78,9 +78,7 @@ def _blends(
         gather=allgather if facts.world_size > 1 else None,
     )
     model = whole(facts, memory.groups, config.block.tokens)
-    return build.build_fusion_worker(
-        PromisedFusionWorker, config, model, rank, parts, layers, ropes
-    )
+    return build.build_fusion_worker(PromisedFusionWorker, config, model, parts, layers, ropes)
 
 
 def agree_on_fusion(
@@ -138,7 +136,7 @@ def build_leader(
         worker.open(parts.open_tiers)
     fusion = None
     if worker.blends is not None:
-        traits = FusionTraits(memory.groups[0].page_tokens, promises=True)
+        traits = FusionTraits(memory.groups[0].page_tokens)
         fusion = build.build_fusion_scheduler(TrtllmFusionScheduler, config, model, parts, traits)
     leader = Leader(
         config,

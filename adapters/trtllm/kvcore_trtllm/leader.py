@@ -230,22 +230,15 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         plan = self._fusion.fetched(plan, self._bring)
         if plan is not None:
             request.plan = plan
-            return self._promise_blend(self._fusion, tracked, request, plan)
+            return self._promise_blend(tracked, request, plan)
         if tracked.promise is not None:
             self.manager.drop(tracked.promise.load)
             tracked.promise = None
         return 0
 
-    def _promise_blend(
-        self,
-        fusion: TrtllmFusionScheduler,
-        tracked: Tracked,
-        request: FusionRequest,
-        plan: BlendPlan,
-    ) -> int:
+    def _promise_blend(self, tracked: Tracked, request: FusionRequest, plan: BlendPlan) -> int:
         """Promise [0, plan.stop): an exact prefix to load, and a blend behind it."""
         assert not tracked.device_tokens
-        fusion.reserve(plan)
         tracked.blend = request
         tracked.approximate_from = plan.chunks[0].prompt_start
         tracked.reused = self._by_first_tier(tracked.sources, plan.exact)
@@ -384,8 +377,6 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         return plan
 
     def _end_step(self) -> None:
-        if self._fusion is not None:
-            self._fusion.end_step()
         if self._step % (FORGET_AFTER // 8) == 0:
             self._collect()
 

@@ -219,7 +219,7 @@ def build_worker_connector(
     parts = build_worker(config, model, rank, views, states, windows)
     worker = WorkerConnector(
         parts,
-        _blends(config, vllm_config, model, rank, parts),
+        _blends(config, vllm_config, model, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(parts.worker.device),
@@ -251,7 +251,6 @@ def _blends(
     config: Config,
     vllm_config: VllmConfig,
     model: ModelDescription,
-    rank: int,
     parts: WorkerParts,
 ) -> FusionWorker | RefusingFusionWorker:
     """Build this rank's fusion worker, or one that refuses if vLLM's layers are not as expected."""
@@ -264,7 +263,7 @@ def _blends(
     except UnsupportedError as error:
         _log.warning("exact prefixes only: %s", error)
         return _refusing(vllm_config, group.page_tokens)
-    return build_fusion_worker(FusionWorker, config, model, rank, parts, layers, ropes)
+    return build_fusion_worker(FusionWorker, config, model, parts, layers, ropes)
 
 
 def warm_up_blends(config: Config, vllm_config: VllmConfig, worker: WorkerConnector) -> None:

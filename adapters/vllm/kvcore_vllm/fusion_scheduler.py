@@ -163,7 +163,6 @@ class VllmFusionScheduler(FusionScheduler):
                 request._block_hasher = fusing.hasher
                 fusing.hashes = None
         self._marked.clear()
-        super().end_step()
 
     # -- orders ---------------------------------------------------------------------------------
 

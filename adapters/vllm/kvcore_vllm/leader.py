@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcore.config import Config
 from kvcore.connector.clients import Clients
 from kvcore.connector.control import ControlReader
+from kvcore.connector.fusion_messages import pages_made
 from kvcore.connector.fusion_policy import FusionPolicy, is_prefill
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.messages import StepReport
@@ -419,7 +420,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             self.manager.launch(planned, units, lane=lane)
             self._load_pages += self._paging.pages_of(units)
             tracked.reused[HOST] = tracked.load_tokens
-        self._plan.blends.append(fusion.order_marked(tracked.request, fusing, pages[group.index]))
+        order = fusion.order_marked(tracked.request, fusing, pages[group.index])
+        self._plan.blends.append(order)
+        self._load_pages += pages_made(order, group.page_tokens)
         missed = tracked.request.num_tokens - offer.start - sum(tracked.reused.values())
         self.recorder.loaded(tracked.request.request_id, tracked.reused, missed)
 

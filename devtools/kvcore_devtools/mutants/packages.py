@@ -57,7 +57,7 @@ PACKAGES: Mapping[str, Package] = {
             f"kvcore/fusion/{name}.py"
             for name in (
                 *("select", "segments", "_segment_file", "controller", "find"),
-                *("gate", "staging", "plan", "_chains", "_anchors"),
+                *("gate", "placed", "plan", "_chains", "_anchors"),
             )
         ),
         ("tests/unit/fusion",),

@@ -270,7 +270,8 @@ class LinkOps(DeviceOps):
             gather = HeadRange(span.src, 0, span.size)
             with staging.kernels():
                 self._on_device.copy(one._replace(dst=staged, dst_units=places, heads=gather))
-        for unit, there, here in _whole_pages(units, places, pages, per_page, tokens):
+        every = not link.to_host
+        for unit, there, here in _whole_pages(units, places, pages, per_page, tokens, every):
             if link.to_host:
                 found = unit_pieces(
                     staged, host, one.layers, unit, HeadRange(0, start, span.size)
@@ -382,14 +383,15 @@ def _turns(one: Copy, to_host: bool, most: int) -> Iterator[Copy]:
 
 
 def _whole_pages(
-    units: Units, places: Units, pages: Units, per_page: int, unit_tokens: int
+    units: Units, places: Units, pages: Units, per_page: int, unit_tokens: int, every: bool
 ) -> Iterator[tuple[int, Units, Units]]:
     """Yield what is copied between host and staging: tokens a unit, units there, units here.
 
-    Pages of which every unit is copied come as whole pages, because they have fewer pieces.
+    Pages of which every unit is copied come as whole pages, because they have fewer pieces. Others
+    do too if ``every`` page may: its bytes cost less than a piece for each unit of a head.
     """
-    if per_page == 1:
-        yield unit_tokens, pages, np.arange(len(pages))
+    if every or per_page == 1:
+        yield unit_tokens * per_page, pages, np.arange(len(pages))
         return
     one_each, first = np.unique(units, return_index=True)
     page = np.searchsorted(pages, one_each // per_page)

@@ -237,18 +237,15 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         for rank, (part, made) in enumerate(zip(self._parts, self.workers, strict=True)):
             selector, ops = fusion_parts(config, made)
             self._blenders.append(self.blender_type(config, rank, part, made.worker, selector, ops))
-        shapes = [described.rank_shape(rank) for rank in range(described.world_size)]
         return ReferenceFusionScheduler(
             config,
-            sum(shape.nbytes for shape in shapes),
+            sum(described.rank_shape(rank).nbytes for rank in range(described.world_size)),
             manager,
             manager.segments or Segments(config.block.tokens, min_tokens=config.fusion.min_tokens),
             layer_steps(described.shape.layers),
             metrics,
             FusionTraits(self.args.page_tokens),
             transport=transport,
-            shapes=shapes,
-            device=self.model.device,
         )
 
     def __exit__(self, *_: object) -> None:
@@ -494,8 +491,6 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             return
         for order in self.leader.orders:
             if order.request.state is not State.RUNNING:  # preempted since
-                for blender in self._blenders:
-                    blender.drop(order)
                 continue
             done = self._stages[0].each(
                 lambda rank, order=order: self._blenders[rank].blend(  # type: ignore[misc]

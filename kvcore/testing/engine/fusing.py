@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcore.config import Config
-from kvcore.connector.fusion_messages import BlendOrder, BlendPlan
+from kvcore.connector.fusion_messages import BlendOrder, BlendPlan, slots_of
 from kvcore.connector.fusion_scheduler import FusionRequest, FusionScheduler
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker, ServedRequest
 from kvcore.fusion.decoder import Attend, HiddenState
@@ -23,9 +23,7 @@ from kvcore.fusion.ops import FusionOps
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Rope
 from kvcore.fusion.select import Selector
-from kvcore.fusion.staging import ChunkStaging
 from kvcore.model.keys import KeyChain
-from kvcore.model.shape import BlockShape
 from kvcore.testing.engine.model import RankModel
 from kvcore.testing.engine.requests import Request
 from kvcore.testing.engine.transport import DirectTransport
@@ -37,28 +35,18 @@ __all__ = ["Order", "RankBlender", "RankLayers", "ReferenceFusionScheduler"]
 
 @dataclass
 class Order:
-    """A blend whose chunks are being copied; ``staging`` has one entry a rank."""
+    """A blend whose chunks are being copied by ``graphs``, which are by their ids."""
 
     request: Request
     blend: BlendOrder
-    staging: list[ChunkStaging]
-
-    @property
-    def graphs(self) -> dict[int, TransferGraph]:
-        """The graphs of the chunks, by their ids."""
-        return {chunk.graph.graph_id: chunk.graph for chunk in self.blend.chunks}
+    graphs: dict[int, TransferGraph]
 
 
 @dataclass(eq=False, kw_only=True)
 class ReferenceFusionScheduler(FusionScheduler):
-    """Finds chunks and orders blends. Engine thread only; no call waits.
-
-    ``shapes`` are the block shapes of the ranks.
-    """
+    """Finds chunks and orders blends. Engine thread only; no call waits."""
 
     transport: DirectTransport
-    shapes: Sequence[BlockShape]
-    device: torch.device
 
     def plan_blend(self, request: Request, chain: KeyChain, exact: int) -> BlendPlan | None:
         """Plan a blend of a prompt whose first ``exact`` tokens have exact KV."""
@@ -67,15 +55,15 @@ class ReferenceFusionScheduler(FusionScheduler):
         return self.plan(_fusion_request(request), request.tokens, chain.namespace, exact)
 
     def order_blend(self, request: Request, plan: BlendPlan) -> Order:
-        """Start the copies of a plan's chunks into staging memory of their own."""
-        rows = sum(len(self.chunks.blocks(c.source_start, c.length)) for c in plan.chunks)
-        staging = [ChunkStaging(shape, rows, self.device) for shape in self.shapes]
-        lane = self.transport.into([one.groups for one in staging])
+        """Start the copies of a plan's chunks into the request's pages."""
         wanted = _fusion_request(request)
-        blend = self.order(wanted, request.tokens, plan, request.pages, lane=lane)
+        blend = self.order(wanted, request.tokens, plan, request.pages)
+        slots = slots_of(blend, self.traits.page_tokens)
+        graphs = [chunk.into(slots) for chunk in blend.chunks]
+        self.transport.submit_together(graphs)
         request.approximate_from = plan.chunks[0].prompt_start
         request.blended_tokens = plan.reused
-        return Order(request, blend, staging)
+        return Order(request, blend, {graph.graph_id: graph for graph in graphs})
 
 
 def _fusion_request(request: Request) -> FusionRequest:
@@ -132,9 +120,8 @@ class RankBlender(FusionWorker):
         self._rank = rank
         self._model = model
         self._lent = RankLayers(model)
-        shape = model.model.block_shape(model.page_tokens).with_heads(model.kv_heads)
         pages = model.page_tokens
-        super().__init__(config, worker, self._lent, self.ropes(), shape, selector, pages, ops)
+        super().__init__(config, worker, self._lent, self.ropes(), selector, pages, ops)
 
     def ropes(self) -> Sequence[Rope | None]:
         """Return the rotations of cached K, one a layer."""
@@ -147,12 +134,6 @@ class RankBlender(FusionWorker):
         """
         self._lent.lora = order.request.lora
         try:
-            return self._done(order.blend, order.staging[self._rank], landed)
+            return self._done(order.blend, True, landed)
         finally:
             self.take_reports()
-            self.drop(order)
-
-    def drop(self, order: Order) -> None:
-        """Release the order's staging memory once nothing is copied to it any more."""
-        for graph_id in order.graphs:
-            self._worker.release(graph_id)

@@ -137,7 +137,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         self._promise_s = promise_s
         self._tracked: dict[int, _Tracked] = {}
         self._loads: dict[int, _Load] = {}
-        self._chunks: dict[int, Request] = {}  # copies into the staging of this step's blends
+        self._chunks: dict[int, Request] = {}  # copies for this step's blends
 
     # -- a request comes --------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
             self.orders.append(order)
             self._chunks.update(dict.fromkeys(order.graphs, request))
             for graph in order.graphs.values():
-                self._users.add(graph, ())
+                self._use(graph)
             request.computed = found.plan.stop
             request.reused["blend"] = found.plan.reused
         missed = len(request.tokens) - found.start - sum(request.reused.values())
@@ -324,8 +324,6 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         self.sync.clear()
         self.orders.clear()
         self._chunks.clear()
-        if self._fusion is not None:
-            self._fusion.end_step()
         return failed
 
     def pump(self, known: Sequence[Request] = ()) -> list[Request]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from kvcore.connector.step_transport import Quorum
 from kvcore.index.slots import SlotRun
 from kvcore.manager.base import Lane
-from kvcore.memory.device_group import DeviceGroup
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore.worker import KVWorker
 
@@ -30,20 +29,12 @@ class DirectTransport:
         self._quorum = Quorum(len(self.workers))
         self._whole: list[OpReport] = []
 
-    def into(self, groups: Sequence[Sequence[DeviceGroup]]) -> Lane:
-        """Return a lane that loads into ``groups``, one a rank, instead of the engine's pages.
-
-        All graphs of a lane are waited for together: layer 0 of each is copied first.
-        """
-        elsewhere = [
-            (worker, into, worker.wave()) for worker, into in zip(self.workers, groups, strict=True)
-        ]
-
-        def lane(graph: TransferGraph) -> None:
-            for worker, into, wave in elsewhere:
-                self._take_all(worker.submit(graph, into, wave))
-
-        return lane
+    def submit_together(self, graphs: Sequence[TransferGraph]) -> None:
+        """Start graphs that are waited for together: layer 0 of each is copied first."""
+        for worker in self.workers:
+            wave = worker.wave()
+            for graph in graphs:
+                self._take_all(worker.submit(graph, wave))
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
         if lane is not None:

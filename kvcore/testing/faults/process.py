@@ -62,9 +62,7 @@ def follow(folder: Path) -> None:
     def worker(made: KVWorker) -> None:
         into_worker(made, faults)
         into_reports(made, faults)
-        reporter.add(
-            lambda: {"ops": made.engine.in_flight, "blends' staging": len(made._elsewhere)}
-        )
+        reporter.add(lambda: {"ops": made.engine.in_flight})
 
     def outbox(made: Outbox) -> None:
         into_outbox(made, faults)

@@ -1,13 +1,12 @@
 """Blends in the steps of vLLM's runners, on the recording device.
 
-The fusion worker, the staging of chunks, the walk through the layers and torch's operations of a
-blend are those that kvcore ships. What a blend has written is compared with what the same layers
+The fusion worker, the walk through the layers and torch's operations of a blend are those that
+kvcore ships. What a blend has written is compared with what the same layers
 make without streams, when the engine reads it in later steps.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from kvcore.connector.fusion_messages import BlendTime
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.fusion.plan import LayerKV
 from kvcore.worker import KVWorker, WorkerLimits
-from kvcore.worker.streams import CopyStreams
 from kvcore_devtools.gpu import Machine, installed, queued_torch
 from support.orders.blends import BlendBooks, BlendRank, ToyLayers, blends_of
 from support.orders.finding import expect_none, find_fault
@@ -67,13 +65,14 @@ def blend_alone(machine: Machine, seed: int, *, declines: bool = False) -> None:
         with queued_torch(machine) as at_once:
             leader = BlendBooks(rank, seed, blends, at_once, share=1.0, failing=0.0)
             for _ in range(3):
-                rank.replay({}, {})
+                rank.replay({}, dict.fromkeys(leader._free, 1))  # for requests that have ended
                 orders = leader.plan().blends
                 if declines:
                     layers.failing.update((order.request_id, -1) for order in orders)
-                blends.begin(orders)
+                blends.begin(orders, rank.worker.mark)
                 bad = blends.run(lambda layer: None)
                 assert bool(bad) is (declines and bool(orders))
+                rank.replay({}, dict.fromkeys(bad, 1))  # the engine computes
     finally:
         machine.finish()
         rank.worker.close(timeout=5)
@@ -116,10 +115,10 @@ def test_blends_one_after_the_other_are_in_order() -> None:
 def test_a_layer_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compute stream does not wait for the chunks' copies of a layer."""
     monkeypatch.setattr(KVWorker, "wait_layer", lambda worker, graph_id, layer: None)
-    find_fault(  # the read is from the staging to the positions
+    find_fault(  # the read is from the pages to the positions
         blend_alone,
         "race",
-        "fusion/staging.py",
+        "page",
         "written by a copy of layers",
         "read by a copy of layers",
     )
@@ -130,7 +129,7 @@ def test_a_wait_for_the_layer_before_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         KVWorker, "wait_layer", lambda worker, graph_id, layer: wait(worker, graph_id, layer - 1)
     )
-    find_fault(blend_alone, "race", "fusion/staging.py", "a copy of layers")
+    find_fault(blend_alone, "race", "page", "a copy of layers")
 
 
 def test_an_exact_prefix_that_is_not_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,55 +145,30 @@ def test_an_exact_prefix_that_is_not_waited_for_is_found(monkeypatch: pytest.Mon
     )
 
 
-def test_staging_that_the_next_blend_takes_too_early_is_found(
+def test_chunks_that_come_while_a_step_uses_their_pages_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next chunks are copied over staging that queued work of a blend still reads."""
-    monkeypatch.setattr(CopyStreams, "free", lambda streams: None)
-    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
+    """The pages were those of a request for which the running step still computes."""
+    begin = FusionWorker.begin
 
+    def early(worker: FusionWorker, orders: Any, mark: Any) -> Any:
+        return begin(worker, orders, worker._worker.device.stream().record)
 
-def test_staging_that_is_released_before_the_last_layer_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What the last layer reads is queued after the point that the next blend waits for."""
-    wait, release = KVWorker.wait_layer, KVWorker.release
-
-    def early(worker: KVWorker, graph_id: int, layer: int) -> None:
-        wait(worker, graph_id, layer)
-        if layer == worker.arena.shape.layers - 1:
-            release(worker, graph_id)
-
-    monkeypatch.setattr(KVWorker, "wait_layer", early)
-    monkeypatch.setattr(KVWorker, "release", lambda worker, graph_id: None)
-
-    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
-
-
-def test_staging_from_the_memory_of_the_running_step_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its memory was the step's just now, and the copies do not wait for the step."""
-    monkeypatch.setattr(CopyStreams, "allocating", lambda streams: contextlib.nullcontext())
-    find_fault(blend_alone, "race", "fusion/staging.py", "written by a copy of layers")
+    monkeypatch.setattr(FusionWorker, "begin", early)
+    find_fault(blend_alone, "race", "page", "by a copy of layers", "by a full graph")
 
 
 def test_chunks_of_a_declined_blend_that_are_not_waited_for_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their copies still run when the staging is given back."""
-
-    def release(worker: KVWorker, graph_id: int) -> None:
-        worker.engine.wait_issued(graph_id)  # else the copy goes to the engine's pages
-        worker._elsewhere.pop(graph_id, None)
-        worker._stream.free()
+    """Their copies still run when the engine computes the request instead."""
 
     def trial(machine: Machine, seed: int) -> None:
         blend_alone(machine, seed, declines=True)
 
     expect_none(trial, "race", seeds=1)
-    monkeypatch.setattr(KVWorker, "release", release)
-    find_fault(trial, "race", "fusion/staging.py")
+    monkeypatch.setattr(FusionWorker, "_follow", lambda worker, order: None)
+    find_fault(trial, "race", "page", "written by a copy of layers")
 
 
 def test_a_blend_on_a_stream_that_the_forward_does_not_follow_is_found(

@@ -10,17 +10,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
-import torch
 
 from kvcore.connector.worker import Load, StepWorker
 from kvcore.memory.arena import HostArena
 from kvcore.memory.copy import link
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device import Event, device_of
-from kvcore.memory.device_group import DeviceGroup
-from kvcore.memory.layout import KVView, from_strides
 from kvcore.testing.waiting import until
 from kvcore.transfer.graph import TransferGraph
 from kvcore.transfer.plan import Chain, build_load, build_save
@@ -34,8 +30,7 @@ from kvcore_devtools.gpu import (
     RecordingOps,
     installed,
 )
-from kvcore_devtools.gpu.device import RecordedEvent, RecordedStream, on_device
-from kvcore_devtools.gpu.memory import spans_of
+from kvcore_devtools.gpu.device import RecordedEvent, RecordedStream
 from support.orders.books import NAMESPACE, Books, Step
 from support.orders.failing import fail_first_attempts
 from support.orders.finding import expect_none, find_fault
@@ -273,65 +268,6 @@ def test_a_retry_outside_of_the_fence_is_found(
 
 
 # -- memory ---------------------------------------------------------------------------------
-
-
-class _Staging:
-    """Memory for the chunks of blends, which are made one after the other at the same place."""
-
-    def __init__(self, machine: Machine, rank: GpuRank) -> None:
-        self.rank = rank
-        self.caches = [torch.zeros_like(cache[:2]) for cache in rank.caches]
-        for layer, cache in enumerate(self.caches):
-            machine.know_device(cache.data_ptr(), cache.nbytes, f"the staging of layer {layer}")
-        view = KVView(from_strides(self.caches, SHAPE), [on_device(one) for one in self.caches])
-        self.groups = [DeviceGroup(tuple(range(SHAPE.layers)), view)]
-        self.spans = spans_of(view, np.arange(2), range(SHAPE.layers), SHAPE.block_tokens)
-
-    def blend(self, graph_id: int, blocks: int = 2) -> None:
-        """Copy chunks while a step is under way, read them on the engine's stream, and free."""
-        worker, machine = self.rank.worker, self.rank.machine
-        with worker.allocating():
-            after = worker.allocated()
-        graph = load(self.rank, graph_id, list(range(blocks)), list(range(blocks)))
-        assert not worker.submit(graph, self.groups, worker.wave(), after)
-        worker.follow(graph_id)
-        expected = [self.rank.bytes_of(block, 0) for block in range(blocks)]
-
-        def read() -> None:
-            for place, block in enumerate(expected):
-                if not torch.equal(self.caches[0][place], block):
-                    machine.fault("bytes", f"the staging does not hold block {place}")
-
-        machine.launch("a blend", read, reads=self.spans)
-        worker.release(graph_id)
-
-
-@pytest.mark.parametrize("mistake", ["", "no wait for the copies", "no wait for the reads"])
-def test_staging_that_is_given_back_in_use_is_found(
-    mistake: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory of chunks is used again before copies to it, or reads of it, have ended."""
-
-    def run(machine: Machine, rank: GpuRank, seed: int) -> None:
-        for block in range(2):
-            rank.fill(block, block)
-        staging = _Staging(machine, rank)
-        if mistake == "no wait for the copies":
-            monkeypatch.setattr(rank.worker, "follow", lambda graph_id: None)
-        elif mistake:
-            monkeypatch.setattr(CopyStreams, "free", lambda streams: None)
-        for graph_id in range(1, 5):
-            staging.blend(graph_id)
-
-    if mistake == "no wait for the copies":
-        # A copy that comes after the release goes to the engine's pages: the staging has old bytes.
-        found(run, ("race", "bytes"), "the staging")
-        return
-    if mistake:
-        found(run, "race", "the staging of layer")
-        return
-    with pytest.raises(AssertionError, match=r"but set\(\)"):
-        found(run, "race")
 
 
 def test_staging_of_the_link_that_is_not_waited_for_is_found(

@@ -138,7 +138,7 @@ def test_an_order_carries_the_graphs_of_its_chunks() -> None:
     assert len({chunk.graph.graph_id for chunk in order.chunks}) == 2
     assert not rig.outbox.graphs, "the order carries its graphs itself"
     assert (order.exact, order.readable, order.stop) == (0, 0, 20 + 96 + 5 + 96)
-    assert order.blocks == 12
+    assert sum(chunk.graph.num_rows for chunk in order.chunks) == 12
     assert [chunk.position for chunk in order.chunks] == [20, 121]
     assert np.frombuffer(order.tokens, dtype="<u4").tolist() == prompt
     assert rig.leader.results["two"] == {"blended_tokens": 192, "ratio": 0.15}
@@ -147,19 +147,6 @@ def test_an_order_carries_the_graphs_of_its_chunks() -> None:
     assert rig.blends("blended") == 1
     rig.leader.refuse("two")
     assert "error" in rig.leader.results["two"]
-
-
-def test_the_staging_of_a_batch_is_bounded() -> None:
-    nbytes = SHAPE.nbytes
-    rig, texts = FusionRig(staging_max=10 * nbytes), [words(seed, 96) for seed in (1, 2)]
-    for text in texts:
-        rig.put(text)
-    prompts = [[7, *text, 1] for text in texts]
-    first = rig.plan("a", prompts[0])
-    rig.order("a", prompts[0], first)
-    assert rig.plan("b", prompts[1]) is None, "6 of 10 blocks are taken"
-    rig.leader.end_step()
-    assert rig.plan("b", prompts[1]) is not None
 
 
 @pytest.mark.parametrize(

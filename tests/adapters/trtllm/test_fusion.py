@@ -197,12 +197,12 @@ def test_a_wish_without_sense_is_answered_exactly(
 
 @pytest.fixture
 def losing_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Graphs whose copies into a staging fail while this list is not empty."""
+    """Graphs whose copies of chunks fail while this list is not empty."""
     failing: list[int] = []
     run = kvcore_worker.DeviceCopy.run
 
     def lossy(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
-        if failing and op.path is Direction.H2D and graph.graph_id in self._elsewhere:
+        if failing and op.path is Direction.H2D and graph.units[0].unit_tokens == 1:
             return dict.fromkeys(rows, RowError.INTERNAL)
         return run(self, graph, op, rows)
 

@@ -7,12 +7,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcore.fusion.options import FusionOptions
 from kvcore.transfer.graph import SKIP, TransferGraph
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest
 from kvcore_vllm.tracked import Offer
 from support.vllm_leader import BLOCK, PAGES, LeaderRig
+from support.worker import load_graph
 
 
 @pytest.fixture
@@ -125,13 +127,17 @@ def test_a_request_aborted_before_its_pages_are_filled_saves_nothing(
 @pytest.mark.parametrize("less", [0, 1])
 def test_a_blend_is_taken_up_whole_or_computed(rig: LeaderRig, less: int) -> None:
     ask(rig)
-    blend, orders, order = SimpleNamespace(reused=400), rig.side._plan.blends, cast("Any", object())
+    blend, orders = SimpleNamespace(reused=400), rig.side._plan.blends
+    order: Any = SimpleNamespace(pages=PAGES.get_block_ids()[0], exact=48, stop=400)
     rig.side._fusion = cast(
         "Any", SimpleNamespace(layer_steps=(), order_marked=lambda request, fusing, pages: order)
     )
     tracked = rig.side._requests["r"]
     tracked.offer = Offer(0, 400, 0, blend=cast("Any", blend))
     tracked.fusing = VllmFusionRequest("r", FusionOptions(), due=True)
+    rig.side._users.add(load_graph(9), [4])  # a save, of whoever had the page before
     rig.side.update_state_after_alloc(rig.requests["r"], PAGES, 400 - less)
+    fence = rig.side._fences(rig.side._plan, SchedulerOutput.make_empty())
     assert orders == ([] if less else [order])
+    assert fence == ([] if less else [9]), "a blend writes pages of no request in the step"
     assert rig.side._plan.failed_loads == (["r"] if less else [])

@@ -129,7 +129,7 @@ class _Blending:
     def __init__(self) -> None:
         self.orders: list[BlendOrder] = []
 
-    def begin(self, orders: list[BlendOrder]) -> list[OpReport]:
+    def begin(self, orders: list[BlendOrder], mark: Any) -> list[OpReport]:
         self.orders += orders
         return []
 

@@ -1,6 +1,6 @@
 """Blends on a recorded rank: layers of a small model, a leader that orders blends, and an oracle.
 
-The fusion worker, its staging and the walk through the layers are kvcore's. The model's layers and
+The fusion worker and the walk through the layers are kvcore's. The model's layers and
 its write to the pages are the engine's, and are played.
 """
 
@@ -23,7 +23,8 @@ from kvcore.fusion.attend import Attention
 from kvcore.fusion.decoder import Attend, HiddenState
 from kvcore.fusion.fusor import Fusor
 from kvcore.fusion.gate import Gate
-from kvcore.fusion.ops import Place, TorchFusion
+from kvcore.fusion.ops import TorchFusion
+from kvcore.fusion.placed import PlacedChunks, in_slots
 from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.rope import Pairing, Rope
 from kvcore.fusion.select import (
@@ -33,12 +34,12 @@ from kvcore.fusion.select import (
     Selector,
     runs,
 )
-from kvcore.fusion.staging import ChunkStaging, PagedPrefix, PlacedChunks
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.device import CpuDevice, serve_devices
 from kvcore.memory.layout import KVView, from_strides
 from kvcore.model.keys import pack_tokens
 from kvcore.model.shape import BlockShape
+from kvcore.transfer.graph import SKIP
 from kvcore.transfer.plan import build_load, layer_steps
 from kvcore_devtools.gpu import GpuRank, Machine
 from kvcore_devtools.gpu.memory import tensor_spans, together
@@ -172,7 +173,6 @@ def blends_of(rank: BlendRank, seed: int) -> FusionWorker:
         rank.worker,
         ToyLayers(rank),
         ropes(rank.shape),
-        rank.shape,
         SELECTORS[seed % len(SELECTORS)](),
         rank.shape.block_tokens,
         Unwaited(),
@@ -193,33 +193,36 @@ def expected(
     for place, block in enumerate(prefix):
         for layer in range(shape.layers):
             pages[layer][place] = rank.bytes_of(block, layer)
-    staging = ChunkStaging(shape, len(chunks), torch.device("cpu"))
-    for place, block in enumerate(chunks):
+    view, slots = KVView(from_strides(pages, shape), pages), np.arange(order.stop)
+    places = in_slots(slots, 0, order.readable)
+    for block, chunk in zip(chunks, order.chunks, strict=True):
         alone = [rank.bytes_of(block, layer)[None] for layer in range(shape.layers)]
-        source = KVView(from_strides(alone, shape), alone)
-        ReferenceOps().copy_blocks(
-            source, np.array([0]), staging.groups[0].view, np.array([place])
-        )  # fmt: skip
+        source, stop = KVView(from_strides(alone, shape), alone), chunk.position + chunk.length
+        here, there = np.arange(chunk.length) + chunk.first, slots[chunk.position : stop]
+        ReferenceOps().copy_blocks(source, here, view, there, unit_tokens=1)
+        places += in_slots(slots, chunk.position, stop, chunk.distance)
     done: list[LayerKV] = []
 
     def sink(layer: int, kv: LayerKV) -> None:
         part = slice(order.exact, order.stop)
         del done[layer:]  # of a walk that has started over
         done.append(LayerKV(kv.keys[part].clone(), kv.values[part].clone()))
+        page, token = slots[part] // shape.block_tokens, slots[part] % shape.block_tokens
+        pages[layer][page, :, token] = torch.cat(done[layer], dim=-1)
 
     job = fusion_worker._job(order, torch.device("cpu"))
     selector: Selector = blends._selector
     placed = PlacedChunks(
         len(job.tokens),
-        staging,
-        [Place(c.first, c.length, c.position, c.distance) for c in order.chunks],
+        view,
+        places,
         ropes(shape),
-        PagedPrefix(KVView(from_strides(pages, shape), pages), range(len(pages)), order.readable),
         lambda layer: None,
         sink,
         ReferenceOps(),
         Unwaited(),
-        again=selector.needs_question or blends._gate is not None,
+        again=selector.needs_question,
+        over=blends._gate is not None,
     )
     gate: Gate | None = blends._gate
     budget = Ratio(order.ratio, blends._spread, FULL_LAYERS)
@@ -298,16 +301,16 @@ class BlendBooks(Books):
             graph = build_load(
                 number, self._chain([block]), [slot], [], batch_rows=2,
                 layers=layer_steps(rank.shape.layers),
-            ).bind(rank.units([place]))  # fmt: skip
+            ).bind(rank.units([SKIP]))  # fmt: skip
             self._fly(graph, (), [slot])
             position = exact + place * size + (gap if place == len(chunks) - 1 else 0)
-            first, length = place * size, size
+            first, length = 0, size
             distance = self._random.choice([0, 5, -3])
             loads.append(ChunkLoad(graph, first, length, position, distance))
         tokens = [self._random.randrange(1000) for _ in range(stop + QUESTION)]
         order = BlendOrder(
             request.name, pack_tokens(tokens), exact, exact, stop, [*request.pages, *pages],
-            self._random.choice([0.0, 0.3, 0.6]), loads, len(chunks),
+            self._random.choice([0.0, 0.3, 0.6]), loads,
         )  # fmt: skip
         assert isinstance(layers, ToyLayers)
         layers.written[request.name] = pages

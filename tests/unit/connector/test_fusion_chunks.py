@@ -33,7 +33,7 @@ class Store:
 
     def __init__(self, block_nbytes: int = 1, **fusion: Any) -> None:
         policy = BUILTIN_POLICIES["lru"]
-        self.index = BlockIndex([TierSpec(HOST, 500, policy), TierSpec("disk", 500, policy)])
+        self.index = BlockIndex([TierSpec(HOST, 2500, policy), TierSpec("disk", 500, policy)])
         transport: Any = SimpleNamespace()
         manager = KVManager(self.index, transport, backing=[Backing("disk")])
         config = FusionConfig(min_tokens=32, **fusion)
@@ -196,18 +196,13 @@ def test_only_chunks_in_host_memory_are_left_of_a_plan() -> None:
     assert store.chunks.in_host(only) is None
 
 
-def test_chunks_keep_to_the_staging() -> None:
-    store = Store(block_nbytes=100, staging_max=900)
-    texts = [words(n, 64) for n in range(3)]
+@pytest.mark.parametrize("count", [16, 32])
+def test_a_long_prompt_of_a_large_model_reuses_all_of_its_chunks(count: int) -> None:
+    """Chunks of 1,024 tokens at 128 KiB each, as Llama 8B has in bfloat16, with the defaults."""
+    store = Store(block_nbytes=BLOCK * 128 << 10)
+    texts = [words(seed, 1024) for seed in range(count)]
     for text in texts:
         store.put(text)
-    prompt = [token for n, text in enumerate(texts) for token in (*text, *words(10 + n, 5))]
-    found = store.find(prompt)
-    limit = len(prompt) - 1
-    whole = store.chunks.plan(found, 0, limit, 0.15)
-    assert whole is not None
-    assert len(whole.chunks) == 2  # four blocks each
-    less = store.chunks.plan(found, 0, limit, 0.15, staged=300)
-    assert less is not None
-    assert len(less.chunks) == 1
-    assert store.chunks.plan(found, 0, limit, 0.15, staged=600) is None
+    prompt = [token for n, text in enumerate(texts) for token in (n, *text)]
+    plan = store.plan([*prompt, 1])
+    assert (plan.reused, plan.stop) == (1024 * count, len(prompt))

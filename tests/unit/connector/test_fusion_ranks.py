@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from kvcore.config import Config
 from kvcore.connector.blend_clock import BlendClock
+from kvcore.connector.fusion_messages import BlendOrder
 from kvcore.connector.fusion_worker import PROFILED_ROWS, FusionWorker, PromisedFusionWorker
 from kvcore.connector.guard import Guard
 from kvcore.errors import RankLostError, TransferError
 from kvcore.fusion.ops import TorchFusion
+from kvcore.fusion.plan import LayerKV
 from kvcore.fusion.select import (
     Candidates,
     KeyValueDeviation,
@@ -34,7 +37,6 @@ from support.fusion_ranks import (
     ORDER,
     PAGE,
     ROPE,
-    SHAPE,
     Died,
     Hit,
     Layers,
@@ -80,7 +82,7 @@ def blend(
     kind = PromisedFusionWorker if promised else FusionWorker
     chosen = SELECTORS[selector]()
     made: Any = kind(
-        config, worker, layers, [ROPE] * LAYERS, SHAPE, chosen, PAGE, Hit(Sites()),
+        config, worker, layers, [ROPE] * LAYERS, chosen, PAGE, Hit(Sites()),
     )  # type: ignore[arg-type]  # fmt: skip
     layers._sites = worker._sites = made._ops._sites = sites
     if isinstance(chosen, Undeclared):
@@ -88,7 +90,7 @@ def blend(
     guard = Guard(lambda why, error: None)
 
     def step() -> bool:
-        made.begin([ORDER])
+        made.begin([ORDER], worker.mark)
         if promised:
             made.carry_out(lambda order: True)
         else:
@@ -180,19 +182,48 @@ def test_a_single_rank_fails_alone() -> None:
     layers.collective = False
     config = Config.model_validate({"fusion": {"enabled": True, "adaptive": False}})
     worker: Any = Worker(Sites())
-    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, SHAPE, runs(), PAGE, TorchFusion())
-    made.begin([ORDER])
+    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, runs(), PAGE, TorchFusion())
+    made.begin([ORDER], worker.mark)
     sites._fails_at = 5
     assert made.run(lambda layer: None) == ORDER.pages[1:9]
     assert [report.ok for report in made.take_reports()] == [False]
     assert made.take_times() == [], "a blend that failed says nothing of others"
     sites._fails_at = None
-    made.begin([ORDER])
+    made.begin([ORDER], worker.mark)
     assert made.run(lambda layer: None) == []
     [report], [time] = made.take_reports(), made.take_times()
     assert (time.rows, time.kept, time.exact) == (report.rows, report.kept, ORDER.exact)
     assert time.seconds > 0
     assert made.take_times() == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_computed_instead_is_written_after_all_copies(known: bool) -> None:
+    """A copy that comes later would put stored KV over computed KV."""
+    done: list[str] = []
+
+    class Followed(Worker):
+        def follow(self, graph_id: int) -> None:
+            if not known:
+                raise RuntimeError("an error of the device")
+            done.append(f"follow {graph_id}")
+
+    class Writes(Layers):
+        def write(self, layer: int, kv: LayerKV, slots: Tensor) -> None:
+            done.append("write")
+
+    layers, worker = Writes(0, Matcher(1), Sites()), Followed(Sites())
+    config = Config.model_validate({"fusion": {"enabled": True, "adaptive": False}})
+    given: Any = config, worker, layers, [ROPE] * LAYERS, runs(), PAGE, TorchFusion()
+    made = PromisedFusionWorker(*given)
+    made.begin([ORDER], worker.mark)
+
+    def arrived(order: BlendOrder) -> bool:
+        raise RuntimeError("an error of the reports")
+
+    with nullcontext() if known else pytest.raises((TransferError, RuntimeError)):
+        made.carry_out(arrived)
+    assert done[: 2 + LAYERS] == (["follow 1", "follow 2", *["write"] * LAYERS] if known else [])
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -210,7 +241,7 @@ def test_a_rank_is_built_without_the_others(timed: bool) -> None:
     config = Config.model_validate({"fusion": {"enabled": True}})
     worker: Any = Worker(Sites())
     layers = Layers(0, matcher, Sites())
-    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, SHAPE, runs(), PAGE, Compiled())
+    made = FusionWorker(config, worker, layers, [ROPE] * LAYERS, runs(), PAGE, Compiled())
     assert not matcher._calls
     made.warm_up(timed=timed)
     assert matcher._calls

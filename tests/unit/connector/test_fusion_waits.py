@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from kvcore.config import load_config
-from kvcore.connector import fusion_worker
 from kvcore.connector.fusion_messages import BlendOrder, ChunkLoad
 from kvcore.connector.fusion_worker import FusionWorker
 from kvcore.fusion.ops import TorchFusion
-from kvcore.fusion.staging import ChunkStaging
+from kvcore.transfer.graph import SKIP
 from support.manual_worker import SHAPE, ManualRig, manual_rig
 
 
@@ -25,30 +25,36 @@ def rig() -> Iterator[ManualRig]:
         yield made
 
 
-def test_chunks_arrive_while_a_step_runs(rig: ManualRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go to memory of their own: the step that runs cannot matter to them."""
-
-    def staged(*given: Any) -> ChunkStaging:
-        staging = ChunkStaging(*given)
-        rig.machine.know_device(staging.tensor.data_ptr(), staging.tensor.nbytes, "a staging")
-        return staging
-
-    monkeypatch.setattr(fusion_worker, "ChunkStaging", staged)
+def test_chunks_wait_for_the_step_that_runs(rig: ManualRig) -> None:
+    """Their pages were another request's, for which the step may still compute."""
     config = load_config(overrides={"fusion": {"adaptive": False}}, env={})
     layers: Any = SimpleNamespace(layers=SHAPE.layers, agree=lambda well: well)
     selector: Any = None
-    blends = FusionWorker(
-        config, rig.worker, layers, [], SHAPE, selector, SHAPE.block_tokens, TorchFusion()
-    )
+    size = SHAPE.block_tokens
+    blends = FusionWorker(config, rig.worker, layers, [], selector, size, TorchFusion())
     rig.compute(lambda: rig.write(1, 7.0))  # of the step
-    graph = rig.load(1, page=0, slot=0)
-    order = BlendOrder("r", b"", 0, 0, 16, [], 0.5, [ChunkLoad(graph, 0, 16, 0, 0)], 1)
-    assert blends.begin([order]) == []
+    graph = rig.load(1, page=SKIP, slot=0)
+    chunk = ChunkLoad(graph, 0, size, size, 0)
+    order = BlendOrder("r", b"", 0, 0, 2 * size, [0, 1], 0.5, [chunk])
+    assert blends.begin([order], rig.worker.mark) == []
     rig.until_issued(graph)
     rig.run(*rig.others())
-    [(_, staging)] = blends._orders
-    assert staging is not None
-    assert bool((staging.tensor == 1).all())
     assert rig.read(1) == {0.0}, "the step has not run"
     rig.end()
-    rig.worker.release(1)
+    assert rig.read(1) == {1.0}
+    assert rig.read(0) == {0.0}
+
+
+@pytest.mark.parametrize(("first", "length"), [(0, 5), (3, 6), (5, 11)])
+def test_a_chunk_goes_to_its_own_tokens_alone(rig: ManualRig, first: int, length: int) -> None:
+    """Its blocks begin and end at others' tokens, which belong elsewhere or are computed."""
+    size = SHAPE.block_tokens
+    graph = rig.load(1, page=SKIP, slot=0)
+    slots = np.array([3, 1, 2])[:, None] * size + np.arange(size)
+    bound = ChunkLoad(graph, first, length, size - 2, 0).into(slots.ravel())
+    rig.submit(bound)
+    rig.worker.follow(1)
+    rig.end()
+    for cache in rig.caches:  # [pages, heads, tokens, dim]
+        filled = cache.ne(0).any(dim=3).any(dim=1).flatten().nonzero().ravel()
+        assert filled.tolist() == sorted(slots.ravel()[size - 2 :][:length].tolist())

@@ -246,6 +246,14 @@ def test_a_staged_block_crosses_the_link_in_one_piece(to_host: bool, gpu: Machin
     assert batches(gpu) == [[SHAPE.nbytes] * 2]
 
 
+def test_a_load_of_some_tokens_takes_their_blocks_whole(gpu: Machine) -> None:
+    """Token by token it would be a piece for each token of a head."""
+    ours, host = on_gpu(gpu, engine(SHAPE, 8, 16, "NHD")), on_host(gpu, arena(SHAPE, 4))
+    here, there = np.arange(40, 61), np.arange(75, 96)  # tokens 11 to 31 of block 2
+    ops_of(Way.STAGED, gpu).copy_blocks(host, there, ours, here, unit_tokens=1)
+    assert batches(gpu) == [[SHAPE.nbytes]]
+
+
 def test_the_staging_is_bounded_and_reused_in_the_order_of_streams(
     gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,55 +196,6 @@ def test_a_mark_can_span_streams(rig: ManualRig) -> None:
     assert rig.read(1) == {1.0}
 
 
-# -- memory of its own ----------------------------------------------------------------------
-
-
-def test_a_chunk_is_copied_while_a_step_runs(rig: ManualRig) -> None:
-    """It goes to memory of its own, so nothing of the step can matter to it."""
-    ended: list[bool] = []
-    rig.compute(lambda: ended.append(True))
-    with rig.worker.allocating():
-        tensors, groups = rig.memory()
-    graph = rig.load(1, page=0, slot=0)
-    assert rig.worker.submit(graph, groups, after=rig.worker.allocated()) == []
-    rig.until_issued(graph)
-    rig.run(*rig.others())
-    assert all(bool((tensor[0] == 1).all()) for tensor in tensors)
-    assert not ended, "the step has ended"
-
-
-def test_memory_of_a_chunk_is_written_again_after_its_last_read(rig: ManualRig) -> None:
-    """The allocator gives out the same memory as soon as it is free on the host."""
-    with rig.worker.allocating():
-        tensors, groups = rig.memory()
-    first = rig.load(1, page=0, slot=0)
-    assert rig.worker.submit(first, groups, after=rig.worker.allocated()) == []
-    rig.worker.follow(1)
-    seen: list[float] = []
-    rig.compute(lambda: seen.append(float(tensors[0][0, 0, 0, 0])))  # the blend reads it
-    rig.worker.release(1)
-    second = rig.load(2, page=0, slot=1)
-    rig.arena.tensor().view(SLOTS, -1)[1] = 2.0
-    assert rig.worker.submit(second, groups, after=rig.worker.allocated()) == []
-    rig.until_issued(second)
-    rig.run(*rig.others())
-    assert float(tensors[0][0, 0, 0, 0]) == 1.0, "the first copy is not read yet"
-    rig.end()
-    assert seen == [1.0]
-    assert float(tensors[0][0, 0, 0, 0]) == 2.0
-    rig.worker.release(2)
-
-
-def test_release_blocks_until_no_copy_can_go_to_the_engines_pages_instead(rig: ManualRig) -> None:
-    with rig.worker.allocating():
-        _, groups = rig.memory()
-    for i in range(20):
-        assert rig.worker.submit(rig.load(i, page=i % PAGES, slot=0), groups) == []
-        rig.worker.release(i)
-    rig.end()
-    assert all(rig.read(page) == {0.0} for page in range(PAGES))
-
-
 # -- any order ------------------------------------------------------------------------------
 
 
