@@ -44,7 +44,9 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made._waiting, made._pages, made._left, made._parted = [], [], "", None
     made._taken = None, Promises()
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
-    made._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])  # type: ignore[assignment]
+    made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
+        kv_cache_groups=[group], num_blocks=8
+    )
     return made
 
 
@@ -630,7 +632,9 @@ def test_every_rank_meets_the_others_before_blends_are_prepared(
     made._model = None if trouble == "no model" else SimpleNamespace()  # type: ignore[assignment]
     made._vllm_config, made._metrics = SimpleNamespace(), Metrics()  # type: ignore[assignment]
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-    made._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])  # type: ignore[assignment]
+    made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
+        kv_cache_groups=[group], num_blocks=8
+    )
     made.register_kv_caches({})
     assert said == [not trouble]
     assert warmed == ([True] if others and not trouble else [])

@@ -278,7 +278,7 @@ def test_what_makes_other_rows_finds_nothing(opened: Opens) -> None:
     ("name", "value"),
     [
         ("vllm.__version__", "9.9"),
-        ("kvcore_vllm.tier_identity._device", lambda: ["cuda", "9.0"]),
+        ("kvcore_vllm.tier_identity.device_kind", lambda: ["cuda", "9.0"]),
     ],
 )
 def test_a_newer_vllm_and_another_device_find_nothing(

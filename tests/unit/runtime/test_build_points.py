@@ -229,7 +229,7 @@ def test_host_memory_is_blockwise(arrangement: Arrangement) -> None:
 
 def test_states_that_are_not_as_described_are_refused() -> None:
     kv, states = memory()
-    with pytest.raises(LayoutError, match="states of b"):
+    with pytest.raises(LayoutError, match="cache of b"):
         build_worker(settings(), MODEL, 0, [kv], {1: [states[1][0], states[1][1][:, :599]]})
     with pytest.raises(ValueError, match="shorter"):
         build_worker(settings(), MODEL, 0, [kv], {1: states[1][:1]})
