@@ -53,7 +53,7 @@ def why_packed(
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
         if type(spec) not in _SERVED:
             continue
-        if {nbytes[name] for name in group.layer_names} != {spec.page_size_bytes}:
+        if len({nbytes[name] for name in group.layer_names}) > 1:
             return "layers with unlike heads or types"
         if spec.state_content_bytes is not None or spec.tokens_per_state != 1:
             return "packed or compressed tokens"
