@@ -466,11 +466,12 @@ class Manager(ABC):
         """
         return self.in_flight > 0
 
-    @property
-    def reads_in_flight(self) -> Mapping[str, tuple[int, int]]:
-        """(operations, blocks) that are read or queued, by the tier that they come from.
+    def reads_before(self, blocks: int | None = None) -> Mapping[str, tuple[int, int]]:
+        """Return (operations, blocks) that are read before a load of ``blocks``, by tier.
 
-        Empty behind a server, which does not report them.
+        They are read or queued already. Workers move the load with the fewest bytes left first, so
+        of a longer one no more than ``blocks`` count. None counts all of them. Empty behind a
+        server, which does not report them.
         """
         return {}
 

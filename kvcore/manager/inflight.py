@@ -48,6 +48,7 @@ class Flight:
         staging: staging slots in host memory that it has.
         staged: places in the staging on the device that it has.
         waiting: ops that have not been reported.
+        reads: operations and blocks that are left to read, by the tier that they come from.
         given_up: why it was given up: cancelled, or past its deadline. Ops that still run may
             never end.
         expires: when a fetch is given up: a time of the manager's clock, or None. A worker reports
@@ -64,6 +65,7 @@ class Flight:
     staging: list[int] = field(default_factory=list)
     staged: list[int] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
+    reads: dict[str, list[int]] = field(default_factory=dict)
     given_up: RowError | None = None
     expires: float | None = None
     on_end: list[Callable[[], object]] = field(default_factory=list)
@@ -106,7 +108,6 @@ class Flights:
         self._last_end = clock()
         self._planned: dict[int, Flight] = {}
         self._flights: dict[int, Flight] = {}
-        self._reads: dict[str, list[int]] = {}  # tier -> operations and blocks in flight
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -141,10 +142,16 @@ class Flights:
             for flight in self._flights.values()
         )
 
-    @property
-    def reads(self) -> dict[str, tuple[int, int]]:
-        """(operations, blocks) that are read or queued, by the tier that they come from."""
-        return {tier: (reads[0], reads[1]) for tier, reads in self._reads.items() if reads[0]}
+    def reads_before(self, blocks: int | None) -> dict[str, tuple[int, int]]:
+        """See `Manager.reads_before`."""
+        found: dict[str, tuple[int, int]] = {}
+        for flight in self._flights.values():
+            for tier, (operations, left) in flight.reads.items():
+                counted = left if blocks is None else min(left, blocks)
+                share = -(-operations * counted // left) if left else operations
+                before = found.get(tier, (0, 0))
+                found[tier] = before[0] + share, before[1] + counted
+        return found
 
     def num_ops(self, graph_ids: Iterable[int]) -> int:
         """Return how many ops of these graphs have not ended. Graphs that have ended have none."""
@@ -223,7 +230,7 @@ class Flights:
                 self._index.lifecycle.hold(reservation)
                 flight.holds.append(reservation)
         for op in graph.ops:
-            self._count_read(op, 1)
+            self._count_read(flight, op, 1)
         for tier, writes in {(op.tier, op.path.writes_tier) for op in graph.ops if op.tier}:
             self._breakers.of(tier, writes).started()
         self._transport.submit(graph, lane)
@@ -248,7 +255,7 @@ class Flights:
         flight.waiting.discard(report.op_id)
         self._last_end = self._clock()
         op = flight.graph.ops[report.op_id]
-        self._count_read(op, -1)
+        self._count_read(flight, op, -1)
         self._judge_tier(flight, op, report)
         if report.op_id in flight.targets:
             self._publish(flight, report)
@@ -289,8 +296,6 @@ class Flights:
         """Assert that every flight waits for an op, and that no read counts without a flight."""
         for flight in self._flights.values():
             assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
-        if not self._flights:
-            assert not any(map(any, self._reads.values())), "reads of no graph"
 
     def _publish(self, flight: Flight, report: OpReport) -> None:
         reservation = flight.targets.pop(report.op_id)
@@ -298,15 +303,17 @@ class Flights:
         failed_from = flight.first_block + min(report.failed) if report.failed else None
         self._index.lifecycle.commit(reservation, failed_from)
 
-    def _count_read(self, op: TransferOp, sign: int) -> None:
-        """Add an op's read to the counts, or subtract it.
+    def _count_read(self, flight: Flight, op: TransferOp, sign: int) -> None:
+        """Add an op's read to what is left of a flight, or subtract it.
 
         A load in steps of layers counts its blocks once, with its first layers.
         """
         if op.path is Path.H2D or op.path.reads_tier:
-            reads = self._reads.setdefault(op.tier or HOST, [0, 0])
+            reads = flight.reads.setdefault(op.tier or HOST, [0, 0])
             reads[0] += sign
             reads[1] += sign * op.rows.size if op.layers is None or not op.layers[0] else 0
+            if not reads[0]:
+                del flight.reads[op.tier or HOST]
 
     # -- health of the tiers ------------------------------------------------------------------
 

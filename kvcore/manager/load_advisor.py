@@ -177,7 +177,7 @@ class LoadAdvisor:
         )
         ahead = {
             tier: Ahead(operations, blocks * self._block_bytes)
-            for tier, (operations, blocks) in self._manager.reads_in_flight.items()
+            for tier, (operations, blocks) in self._manager.reads_before(hit.blocks - start).items()
         }
         return PlanRequest(tokens, computed, sources, ahead)
 

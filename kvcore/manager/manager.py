@@ -273,9 +273,8 @@ class KVManager(Manager):
     def awaited(self) -> bool:
         return self.flights.awaited
 
-    @property
-    def reads_in_flight(self) -> dict[str, tuple[int, int]]:
-        return self.flights.reads
+    def reads_before(self, blocks: int | None = None) -> dict[str, tuple[int, int]]:
+        return self.flights.reads_before(blocks)
 
     def is_in_flight(self, graph_id: int) -> bool:
         return graph_id in self.flights

@@ -260,7 +260,7 @@ class _Machine:
         size = self._scenario.block_bytes
         ahead = {
             tier: Ahead(operations, blocks * size)
-            for tier, (operations, blocks) in self.manager.reads_in_flight.items()
+            for tier, (operations, blocks) in self.manager.reads_before().items()
         }
         sources = tuple(
             TokenSource(s.tier, min(s.stop, hit.blocks) * self._block)

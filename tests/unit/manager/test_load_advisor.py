@@ -52,7 +52,7 @@ def engine(model: Llama, tmp_path: Path) -> Iterator[ReferenceEngine]:
         yield made
         made.settle()
         made.check_integrity()
-        assert manager.reads_in_flight == {}
+        assert manager.reads_before() == {}
 
 
 def leader(engine: ReferenceEngine) -> Any:
@@ -151,10 +151,14 @@ def test_what_is_in_flight_is_counted_and_comes_back_to_nothing(
     found = leader(engine).lookup(request, 0)
     request.pages = engine.table.allocate(13)
     leader(engine).start(request, found)
-    reads = manager.reads_in_flight
+    reads = manager.reads_before()
     operations = reads["disk"][0]
     assert operations >= 1
     assert reads == {"disk": (operations, 12), "host": (operations, 12)}
+    assert manager.reads_before(12) == reads
+    before = manager.reads_before(3)
+    assert {tier: blocks for tier, (_, blocks) in before.items()} == {"disk": 3, "host": 3}
+    assert all(1 <= least <= operations for least, _ in before.values())
     engine._queue.remove(request)
     engine._running.append(request)
     engine.run()
