@@ -71,7 +71,7 @@ def test_every_attempt_waits_for_the_same(
 
     def note(graph: TransferGraph, wave: int | None = None, after: Any = None) -> Any:
         waited_for.append(after)
-        return submit(graph, None, wave, after)
+        return submit(graph, wave, after)
 
     monkeypatch.setattr(rig.worker, "submit", note)
     rig.ops.refuse = ATTEMPTS - 1

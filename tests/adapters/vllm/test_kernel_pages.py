@@ -83,7 +83,7 @@ def test_blocks_of_any_size_are_copied_whatever_the_kernels_pages(
 
     def copy(to_device: bool) -> None:
         sync: Any = None
-        executor = DeviceCopy(ops, [group], arena, to_device, sync, {}, 0)
+        executor = DeviceCopy(ops, [group], arena, to_device, sync, 0)
         executor._copy(
             pages, table.array(), arena, np.arange(count), list(whole), table.unit_tokens
         )
