@@ -75,6 +75,18 @@ class Trials:
         after = self._ask(self._texts, 2)
         return {**said, "same": self._same(got), "after": self._same(after)}
 
+    def struck(self, name: str, parts: list[str]) -> dict[str, Any]:
+        """Try until all ``parts`` were called, or an answer is wrong; return the last trial.
+
+        Some are called for some batches only, and which requests share one is up to their arrival.
+        """
+        said = self.trial(name)
+        for _ in range(TRIES - 1):
+            if set(said["called"]) == set(parts) or not (said["same"] and said["after"]):
+                break
+            said = self.trial(name)
+        return said
+
 
 @pytest.fixture(scope="module")
 def right(model: Path) -> Iterator[Reference]:
@@ -99,6 +111,9 @@ def trials(
         yield Trials(process, folder, model, right)
         process.close()  # and it ends as it should
 
+
+TRIES = 4
+"""How often parts are planted of which not all are called."""
 
 SERVES_ON = ("PrometheusSink", "Metrics.transferred", "hooks._slots", "KVCoreLinker._stop always")
 """Parts without which kvcore serves on: counts or a save are lost, and nothing else."""
@@ -130,7 +145,7 @@ def test_an_error_in_any_call_ends_kvcore_and_not_sglang(trials: Trials, late: b
     assert quiet["same"]
     called = set(quiet["called"])
     found = {
-        name: trials.trial(name)
+        name: trials.struck(name, parts)
         for name, parts in cases.items()
         if late == name.endswith(" after")
         if parts[0].replace(" after", "").replace(" always", "") in called or parts[0] in called
