@@ -302,7 +302,10 @@ def packed_identity(
     packed: PackedPages,
     names: Sequence[str],
 ) -> object:
-    """Return what decides the format of pages that are stored as vLLM has them."""
+    """Return what decides the format of pages that are stored as vLLM has them.
+
+    The leader knows the window of one layer of a group only, so that of the model is named too.
+    """
     import vllm
 
     attention = vllm_config.attention_config
@@ -318,6 +321,7 @@ def packed_identity(
         "types": [str(vllm_config.cache_config.cache_dtype), str(vllm_config.model_config.dtype)],
         "layout": layout_of(vllm_config, kv_cache_config),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
+        "window": vllm_config.model_config.get_sliding_window(),
         "tokens": packed.page_tokens,
         "pages": [[name, n] for name, n in zip(names, packed.page_nbytes, strict=True)],
     }

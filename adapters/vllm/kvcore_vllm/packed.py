@@ -1,8 +1,7 @@
 """Models whose pages kvcore stores as they are: their format is vLLM's own.
 
-    latents and sparse indexes of one layer        page │ latents of 64 tokens │
-    layers with unlike heads                       page │ keys │ scales │
-    values with their scales beside them, packed latents
+Such are two caches in a layer (latents and a sparse index), layers with unlike heads, values with
+their scales beside them, and packed latents. An index keeps the keys of a page, then their scales.
 
 `kvcore.model.packed` says what a block of them is. The leader knows less of them than the workers:
 of layers that share a page table it sees one spec. So both derive what they need from what both
@@ -112,13 +111,9 @@ def _check_kinds(group: Any, why: str) -> None:
                 f"{why} beside a cache of type {type(spec).__name__}: kvcore serves full and "
                 "latent attention in pages of vLLM's own format"
             )
-        if spec.dtype.itemsize == 1 and spec.kv_quant_mode.name == "NONE" and not _bytes(spec):
+        unnamed = spec.dtype.itemsize == 1 and spec.kv_quant_mode.name == "NONE"
+        if unnamed and type(spec) is not MLAAttentionSpec:  # indexes and latents are named
             raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
-
-
-def _bytes(spec: Any) -> bool:
-    """Return True if a cache of bytes is one that vLLM lays out itself: an index or a latent."""
-    return type(spec) is MLAAttentionSpec
 
 
 def packed_view(

@@ -71,7 +71,7 @@ def layers(*kinds: tuple[str, Callable[[int], Any]]) -> Specs:
 
 
 def sparse(dtype: Any = torch.bfloat16, **more: Any) -> Specs:
-    """As DeepSeek V3.2: latents, and keys and scales of the index, in every layer."""
+    """Return specs as of DeepSeek V3.2: every layer has latents, and an index: keys and scales."""
     index = latent(132, torch.uint8)
     return layers(
         ("attn", lambda _: latent(dtype=dtype, **more)), ("indexer.k_cache", lambda _: index)
@@ -220,6 +220,9 @@ def test_the_fingerprint_names_what_decides_the_format(monkeypatch: pytest.Monke
     assert described(PACKED["sparse"], ranks=2).fingerprint != before
     with monkeypatch.context() as patch:
         patch.setattr("vllm.__version__", "0.99")
+        assert described(PACKED["sparse"]).fingerprint != before
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.config.ModelConfig.get_sliding_window", lambda _: 64)
         assert described(PACKED["sparse"]).fingerprint != before
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_ROCM_USE_AITER_MLA", "0")
