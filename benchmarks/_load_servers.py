@@ -33,6 +33,8 @@ SERVED = "load"
 """The name under which every engine serves the model."""
 START_S = 300.0
 STOP_S = 60.0
+FULL = "full_attention"
+"""The kind, in a model's config, of a layer that keeps KV of all tokens."""
 NOT_BUILT = "ops_left_out ops=native"
 """What kvcore's log says where its copies in C are missing: its copies are then slower."""
 ANSWER_S = 300.0
@@ -57,6 +59,8 @@ class Sizes(NamedTuple):
     at_once: int
     """Requests that an engine runs at the same time."""
     dtype: str = "float32"
+    arguments: tuple[str, ...] = ()
+    """What else ``vllm serve`` is told for this model."""
 
     @property
     def host_nbytes(self) -> int:
@@ -68,7 +72,10 @@ class Sizes(NamedTuple):
         return self._nbytes(self.device_tokens)
 
     def _nbytes(self, tokens: int) -> int:
-        return -(-tokens * token_nbytes(self.model, self.dtype) >> 20) << 20
+        """Return the bytes of so many tokens in the layers that keep all of them."""
+        kinds = json.loads((self.model / "config.json").read_text()).get("layer_types") or [FULL]
+        nbytes = tokens * token_nbytes(self.model, self.dtype) * kinds.count(FULL) // len(kinds)
+        return -(-nbytes >> 20) << 20
 
 
 class Tokens(NamedTuple):
@@ -220,7 +227,7 @@ def running(
             "--max-model-len", str(sizes.max_tokens),
             "--max-num-seqs", str(sizes.at_once), "--max-num-batched-tokens", "2048",
             "--kv-cache-memory-bytes", str(sizes.device_nbytes),
-            "--disable-uvicorn-access-log",
+            "--disable-uvicorn-access-log", *sizes.arguments,
         ]  # fmt: skip
         transfer = contender.transfer(sizes, folder)
         if transfer is not None:
@@ -273,6 +280,12 @@ def _disk(folder: Path) -> dict[str, Any]:
 def _kvcore(sizes: Sizes, folder: Path) -> dict[str, Any]:
     host = {"capacity": sizes.host_nbytes, "prefault": sizes.host_nbytes}
     return _transfer("KVCoreConnector", {"host": host})
+
+
+def _kvcore_fusion(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    transfer = _kvcore(sizes, folder)
+    transfer["kv_connector_extra_config"]["fusion"] = {"enabled": True}
+    return transfer
 
 
 def _kvcore_disk(sizes: Sizes, folder: Path) -> dict[str, Any]:
@@ -352,6 +365,7 @@ CONTENDERS = {
         Contender("lmcache", False, _lmcache, _lmcache_server, peer=True),
         Contender("kvcore", True, _kvcore, prefaults=True),
         Contender("kvcore-disk", True, _kvcore_disk, prefaults=True),
+        Contender("kvcore-fusion", True, _kvcore_fusion, prefaults=True),
         Contender("kvcore-server", True, _kvcore_served, _kvcore_server, prefaults=True),
         Contender("kvcore-tier", True, _offloading(_kvcore_tier)),
     )

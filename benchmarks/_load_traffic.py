@@ -5,7 +5,9 @@
 | prefix | ``vllm bench serve``, prefix_repetition | so many at once |
 | fits | the same, with prefixes that fit the device's cache | so many at once |
 | chat | ``vllm bench serve``, timed_trace: users in turns | at the trace's times |
+| rag | the same: questions behind documents in new orders | at the trace's times |
 | talk | ``aiperf``: conversations with the engine's own answers | so many at once |
+| agents | ``aiperf synthesize agentic-code``: sessions that wait for tools | all sessions at once |
 | documents | ``lmcache bench engine``, long-doc-qa | so many at once |
 
 A workload has a seed, and asks the same of every contender. Each generator writes its numbers to a
@@ -20,6 +22,7 @@ import random
 import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,8 @@ from benchmarks._load_servers import SERVED, Engine, Sizes, environment
 
 CHUNK = 16
 """Tokens of one hash in a trace."""
+AGENT_BLOCK = 64
+"""The same, in the trace of the agents."""
 TEMPLATE = 48
 """Tokens that a chat template adds to a turn, at most."""
 HUB_NAME = "kvcore/smollm2"
@@ -103,60 +108,40 @@ class Prefixes:
         return _vllm_bench(self.model, self.seed, options, engine, folder, log)
 
 
-@dataclass(frozen=True)
-class Chat:
-    """``vllm bench serve`` with a trace of users whose contexts grow turn by turn.
-
-    As in Mooncake's traces, an answer is not fed back: what the user's next prompt has in its place
-    is the trace's.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Trace(ABC):
+    """``vllm bench serve`` with a trace in Mooncake's format: times, and prompts of hashes."""
 
     name: str
     model: Path
     seed: int
-    users: int
-    turns: int
-    turn_tokens: int
-    """Tokens that each turn adds to a context, with the answer before it."""
     shared_tokens: int
+    """Tokens with which all prompts begin."""
     answer_tokens: int
     rate: float | None
     first_hash: int = 0
-    """Traces with numbers far apart share no prefix."""
+    """Traces with numbers far apart share no text."""
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all contexts together, at their longest."""
-        return self.shared_tokens + self.users * self.turns * self.turn_tokens
+    @abstractmethod
+    def prompts(self, picks: random.Random) -> Iterator[list[int]]:
+        """Yield the hashes of each prompt's chunks behind the shared ones, counted from 0."""
 
     def trace(self) -> list[dict[str, Any]]:
-        """Return the requests in Mooncake's format, times in seconds.
-
-        All users ask their first question, in an order of chance, then all their second one. A
-        context is thus asked for again after all the others. The times between arrivals are
-        exponential.
-        """
+        """Return the requests, times in seconds. Those between arrivals are exponential."""
         assert self.rate is not None
-        picks, time_s = random.Random(self.seed), 0.0
+        picks, time_s, found = random.Random(self.seed), 0.0, []
         shared = _chunks(self.shared_tokens)
-        longest = _chunks(self.turns * self.turn_tokens)
-        found = []
-        for turn in range(1, self.turns + 1):
-            for user in picks.sample(range(self.users), self.users):
-                own = self.first_hash + shared + user * longest
-                hashes = [
-                    *range(self.first_hash, self.first_hash + shared),
-                    *range(own, own + _chunks(turn * self.turn_tokens)),
-                ]
-                found.append(
-                    {
-                        "timestamp": round(time_s, 3),
-                        "input_length": len(hashes) * CHUNK,
-                        "output_length": self.answer_tokens,
-                        "hash_ids": hashes,
-                    }
-                )
-                time_s += picks.expovariate(self.rate)
+        for own in self.prompts(picks):
+            hashes = [self.first_hash + n for n in (*range(shared), *(shared + n for n in own))]
+            found.append(
+                {
+                    "timestamp": round(time_s, 3),
+                    "input_length": len(hashes) * CHUNK,
+                    "output_length": self.answer_tokens,
+                    "hash_ids": hashes,
+                }
+            )
+            time_s += picks.expovariate(self.rate)
         return found
 
     def run(self, engine: Engine, folder: Path, log: Path) -> Served:
@@ -168,6 +153,55 @@ class Chat:
             "--num-prompts", str(len(trace)), "--timed-trace-chunk-hash-size", str(CHUNK),
         ]  # fmt: skip
         return _vllm_bench(self.model, self.seed, options, engine, folder, log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Trace):
+    """Users whose contexts grow turn by turn.
+
+    As in Mooncake's traces, an answer is not fed back: what the user's next prompt has in its place
+    is the trace's.
+    """
+
+    users: int
+    turns: int
+    turn_tokens: int
+    """Tokens that each turn adds to a context, with the answer before it."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all contexts together, at their longest."""
+        return self.shared_tokens + self.users * self.turns * self.turn_tokens
+
+    def prompts(self, picks: random.Random) -> Iterator[list[int]]:
+        """Let all users ask their first question, in an order of chance, then their second one.
+
+        A context is thus asked for again after all the others.
+        """
+        longest = _chunks(self.turns * self.turn_tokens)
+        for turn in range(1, self.turns + 1):
+            for user in picks.sample(range(self.users), self.users):
+                yield [*range(user * longest, user * longest + _chunks(turn * self.turn_tokens))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rag(Trace):
+    """Questions behind documents that a search has found: the same ones in ever new orders."""
+
+    documents: int
+    document_tokens: int
+    found: int
+    """Documents in each prompt."""
+    question_tokens: int
+    requests: int
+
+    def prompts(self, picks: random.Random) -> Iterator[list[int]]:
+        length, question = _chunks(self.document_tokens), _chunks(self.question_tokens)
+        for number in range(self.requests):
+            documents = picks.sample(range(self.documents), self.found)
+            texts = [n for each in documents for n in range(each * length, (each + 1) * length)]
+            own = self.documents * length + number * question
+            yield [*texts, *range(own, own + question)]
 
 
 @dataclass(frozen=True)
@@ -186,23 +220,76 @@ class Talk:
     rate: float | None = None
 
     def run(self, engine: Engine, folder: Path, log: Path) -> Served:
-        home = hub_of(self.model, folder / "hub")
-        command = [
-            str(self.python.parent / "aiperf"), "profile", "--model", SERVED,
-            "--url", engine.address, "--endpoint-type", "chat", "--streaming",
-            "--tokenizer", HUB_NAME, "--random-seed", str(self.seed),
+        options = [
             "--conversation-num", str(self.users),
             "--conversation-turn-mean", str(self.turns), "--conversation-turn-stddev", "0",
             "--synthetic-input-tokens-mean", str(self.turn_tokens - self.answer_tokens),
             "--synthetic-input-tokens-stddev", "0",
             "--output-tokens-mean", str(self.answer_tokens), "--output-tokens-stddev", "0",
-            "--concurrency", str(self.at_once), "--extra-inputs", "ignore_eos:true",
-            "--extra-inputs", "temperature:0", "--output-artifact-dir", str(folder / "aiperf"),
-            "--ui-type", "none",
+            "--concurrency", str(self.at_once), "--random-seed", str(self.seed),
         ]  # fmt: skip
-        _run(command, log, {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
-        [path] = (folder / "aiperf").rglob("profile_export_aiperf.json")
-        return of_aiperf(json.loads(path.read_text()))
+        return _aiperf(self.python, self.model, options, engine, folder, log)
+
+
+@dataclass(frozen=True)
+class Agents:
+    """``aiperf`` with coding agents: many turns, between which they wait for tools and people.
+
+    All sessions begin with one system prompt, those of a group with one repository, and each goes
+    on with files of its own. A turn has the engine's own answers before it. All sessions are open
+    at the same time, so the engine sees each of them again after many of the others.
+    """
+
+    name: str
+    model: Path
+    seed: int
+    python: Path
+    sessions: int
+    turn_tokens: int
+    max_tokens: int
+    """Of a prompt. A session ends there."""
+    answer_tokens: int
+    rate: float | None = None
+
+    def config(self) -> dict[str, Any]:
+        """Return what `aiperf synthesize` is told. Waits are of real agents, in milliseconds."""
+        start, answer = self.max_tokens // 8, self.answer_tokens
+        return {
+            "new_tokens_per_turn": _around(self.turn_tokens) | {"bias": 1.0},
+            "generation_length": _around(answer),
+            "inter_turn_delay": {
+                "agentic_fraction": 0.7,
+                "agentic_delay": {"mean": 250, "median": 180, "max": 1000},
+                "human_delay": {"mean": 3000, "median": 2000, "max": 6000},
+                "max": None,
+            },
+            "reset": {"base_probability": 0.01, "context_scaling": 1.5},
+            "max_prompt_tokens": self.max_tokens,
+            "block_size": AGENT_BLOCK,
+            "cache": {
+                "layer1_tokens": _blocks(start),
+                "layer1_5_tokens": _blocks(start),
+                "layer2": _around(start),
+                "layer1_5_groups": {"num_groups": 3, "zipf_alpha": 0.6},
+            },
+        }
+
+    def run(self, engine: Engine, folder: Path, log: Path) -> Served:
+        config = folder / "agents.json"
+        config.write_text(json.dumps(self.config()))
+        command = [
+            str(self.python.parent / "aiperf"), "synthesize", "agentic-code",
+            "--config", str(config), "--num-sessions", str(self.sessions),
+            "--seed", str(self.seed), "--output", str(folder / "synthesized"),
+        ]  # fmt: skip
+        _run(command, log, {})
+        [trace] = (folder / "synthesized").rglob("dataset.jsonl")
+        options = [
+            "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace",
+            "--isl-block-size", str(AGENT_BLOCK), "--random-seed", str(self.seed),
+            "--no-fixed-schedule", "--concurrency", str(self.sessions),
+        ]  # fmt: skip
+        return _aiperf(self.python, self.model, options, engine, folder, log)
 
 
 @dataclass(frozen=True)
@@ -256,6 +343,21 @@ def _vllm_bench(
     return of_vllm(json.loads((folder / "served.json").read_text()))
 
 
+def _aiperf(
+    python: Path, model: Path, options: Sequence[str], engine: Engine, folder: Path, log: Path
+) -> Served:
+    home = hub_of(model, folder / "hub")
+    command = [
+        str(python.parent / "aiperf"), "profile", "--model", SERVED, "--url", engine.address,
+        "--endpoint-type", "chat", "--streaming", "--tokenizer", HUB_NAME,
+        "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0",
+        "--output-artifact-dir", str(folder / "aiperf"), "--ui-type", "none", *options,
+    ]  # fmt: skip
+    _run(command, log, {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
+    [path] = (folder / "aiperf").rglob("profile_export_aiperf.json")
+    return of_aiperf(json.loads(path.read_text()))
+
+
 def _run(command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
     """Run a generator. Raises SystemExit with the end of its log if it fails."""
     with log.open("ab") as output:
@@ -292,6 +394,16 @@ def hub_of(model: Path, home: Path) -> Path:
 
 def _chunks(tokens: int) -> int:
     return math.ceil(tokens / CHUNK)
+
+
+def _blocks(tokens: int) -> int:
+    """Round tokens up to whole blocks of an agent's trace."""
+    return math.ceil(tokens / AGENT_BLOCK) * AGENT_BLOCK
+
+
+def _around(tokens: int) -> dict[str, float]:
+    """Return a distribution of lengths in `aiperf`'s terms: skewed, and at most twice the mean."""
+    return {"mean": tokens, "median": max(1, tokens * 7 // 8), "max": 2 * tokens}
 
 
 # -- reading what generators write -----------------------------------------------------------------
@@ -342,7 +454,7 @@ def of_lmcache(result: Mapping[str, Any]) -> Served:
 
 # -- the workloads ---------------------------------------------------------------------------------
 
-WORKLOADS = ("fits", "prefix", "chat", "talk", "documents")
+WORKLOADS = ("fits", "prefix", "chat", "rag", "talk", "agents", "documents")
 
 
 class Scale(NamedTuple):
@@ -368,7 +480,7 @@ class Scale(NamedTuple):
         """Tokens of a user's last prompt and its answer."""
         return self.shared_tokens + self.turns * self.turn_tokens + self.answer_tokens
 
-    def sizes(self, model: Path, dtype: str) -> Sizes:
+    def sizes(self, model: Path, dtype: str, arguments: Sequence[str] = ()) -> Sizes:
         """Return the caches. The device's holds at least two of the longest prompts.
 
         A chat template adds tokens to each turn of a conversation.
@@ -382,6 +494,7 @@ class Scale(NamedTuple):
             most,
             self.at_once,
             dtype,
+            (*arguments,),
         )
 
     def workloads(
@@ -391,10 +504,13 @@ class Scale(NamedTuple):
         for name in names:
             if name == "chat":
                 yield from (self._chat(model, rate, n) for n, rate in enumerate(self.rates))
-            elif name == "talk":
+            elif name == "rag":
+                yield self._rag(model)
+            elif name in ("talk", "agents"):
                 if generators.aiperf is None:
-                    raise SystemExit("talk needs --aiperf-python: run python3 -m tools.env_load")
-                yield self._talk(model, generators.aiperf)
+                    raise SystemExit(f"{name} needs --aiperf-python: run python3 -m tools.env_load")
+                make = self._talk if name == "talk" else self._agents
+                yield make(model, generators.aiperf)
             elif name == "documents":
                 if generators.lmcache is None:
                     raise SystemExit("documents needs --peer-python: run python3 -m tools.env_load")
@@ -404,9 +520,35 @@ class Scale(NamedTuple):
 
     def _chat(self, model: Path, rate: float | None, number: int) -> Chat:
         return Chat(
-            "chat", model, self.seed + number, self.users, self.turns, self.turn_tokens,
-            self.shared_tokens, self.answer_tokens, rate, first_hash=number * 1_000_000,
-        )  # fmt: skip
+            name="chat",
+            model=model,
+            seed=self.seed + number,
+            users=self.users,
+            turns=self.turns,
+            turn_tokens=self.turn_tokens,
+            shared_tokens=self.shared_tokens,
+            answer_tokens=self.answer_tokens,
+            rate=rate,
+            first_hash=number * 1_000_000,
+        )
+
+    def _rag(self, model: Path) -> Rag:
+        """Return prompts of three documents. All documents are half as long as all contexts."""
+        length = (self.longest - self.shared_tokens - self.answer_tokens) * 2 // 7 // CHUNK * CHUNK
+        return Rag(
+            name="rag",
+            model=model,
+            seed=self.seed + 200,
+            documents=max(6, self.users * self.turns * self.turn_tokens // length // 2),
+            document_tokens=length,
+            found=3,
+            question_tokens=length // 4,
+            requests=self.requests,
+            shared_tokens=self.shared_tokens,
+            answer_tokens=self.answer_tokens,
+            rate=self.rates[0],
+            first_hash=900_000_000,
+        )
 
     def _prefixes(self, name: str, model: Path) -> Prefixes:
         """Return prompts whose prefixes take half of the device's cache, or twice as much."""
@@ -424,6 +566,16 @@ class Scale(NamedTuple):
         return Talk(
             "talk", model, self.seed, python, self.users, self.turns, self.turn_tokens,
             self.answer_tokens, self.at_once,
+        )  # fmt: skip
+
+    def _agents(self, model: Path, python: Path) -> Agents:
+        """Return as many sessions as the chat has users, with smaller turns.
+
+        A quarter of the longest context is left for what a template adds to each turn.
+        """
+        return Agents(
+            "agents", model, self.seed, python, self.users, self.turn_tokens // 2,
+            self.longest * 3 // 4, self.answer_tokens,
         )  # fmt: skip
 
     def _documents(self, model: Path, python: Path) -> Documents:

@@ -11,7 +11,9 @@ generators, none of which is kvcore's; `benchmarks._load_servers` has the conten
     chat        all contexts together are 4 times the device's cache and 1.5 times the host's
     prefix      prefixes that together are twice the device's cache
     fits        prefixes that fit the device's cache: what a cache behind it costs
+    rag         questions behind documents in new orders, for fusion
     talk        conversations (``--aiperf-python``)
+    agents      coding agents, which wait for tools (``--aiperf-python``)
     documents   LMCache's long documents (``--peer-python``)
 
 A probe is asked twice, and the engine's own cache is emptied in between: the second answer comes
@@ -38,7 +40,7 @@ from typing import Any, NamedTuple
 from benchmarks._load_servers import ALONE, CONTENDERS, NOT_BUILT, Engine, Sizes, Tokens, running
 from benchmarks._load_traffic import WORKLOADS, Generators, Scale, Served, Workload
 from benchmarks._report import Report
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import words
 
 PROBES = 4
@@ -46,10 +48,20 @@ PROBE_TOKENS = 24
 SETTLE_S = 2.0
 """Seconds after which an idle engine has saved the last prompt."""
 VOCABULARY = range(1000, 40_000)
+SMOLLM2 = "smollm2"
+ARCHS = {
+    SMOLLM2: (),
+    # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
+    "lfm2": ("--compilation-config", '{"custom_ops": ["-rotary_embedding"]}'),
+    "gpt_oss": (),
+}
+"""Models, and what ``vllm serve`` is told for each: all layers alike, with states, with windows."""
 FULL = Scale(
     users=16, turns=4, turn_tokens=256, answer_tokens=32, at_once=4, rates=(0.5, 1.0), requests=32
 )
 SHORT = FULL._replace(users=12, turns=3, turn_tokens=192, rates=(1.0,), requests=16)
+DRAWN = "chat"
+"""The workload of the picture: the one that is given at several rates."""
 DEFAULT = (ALONE, "offloading", "offloading-fs", "kvcore")
 PLACE = ("workload", "rate", "contender")
 SPEED = ("requests_s", "tokens_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
@@ -106,11 +118,11 @@ Found = dict[tuple[str, Place], list[Measured]]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    model = options.model or smollm2()
+    model, arguments = options.model or model_of(options.arch), ARCHS[options.arch]
     scale = scale_of(options)
     generators = Generators(options.aiperf_python, options.peer_python)
     workloads = [*scale.workloads(options.workloads, model, generators)]
-    sizes = scale.sizes(model, options.dtype)
+    sizes = scale.sizes(model, options.dtype, arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     found: Found = {}
     probed: dict[str, list[Probed]] = {}
@@ -119,10 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for place, measured in turn(name, workloads, sizes, options, probed):
                 found.setdefault((name, place), []).append(measured)
     notes = {**scale._asdict(), "rounds": options.rounds, "dtype": options.dtype}
+    notes["model"] = options.model.name if options.model else options.arch
     notes |= {"device_bytes": sizes.device_nbytes, "host_bytes": sizes.host_nbytes}
     report_load(found, notes, options.out, options.picture)
     report_probes(probed, options.out)
     report_bars(bars(found, probed), options.out)
+
+
+def model_of(arch: str) -> Path:
+    """Return SmolLM2, or a random model of about a quarter of its size."""
+    if arch == SMOLLM2:
+        return smollm2()
+    return tiny_model(arch, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128)
 
 
 def turn(
@@ -319,7 +339,7 @@ def report_load(found: Found, notes: Mapping[str, Any], out: Path, picture: Path
     report = _report("load", SPEED, found, notes)
     _report("load_work", WORK, found).finish(out)
     _report("load_ratios", RATIOS, found).finish(out)
-    timed = any(row["rate"] is not None for row in report.rows)
+    timed = any(row["workload"] == DRAWN for row in report.rows)
     report.finish(out, plot=plot if timed else None)
     drawn = out / "load.png"
     if picture is not None and drawn.exists():
@@ -369,9 +389,9 @@ def report_bars(found: Sequence[Bar], out: Path) -> None:
 
 
 def plot(figure: Any, found: Sequence[Mapping[str, Any]]) -> None:
-    """Draw TTFT over the rate of arrivals: a solid line for the median, a dashed one for p99."""
+    """Draw the chat's TTFT over the rate of arrivals: median solid, 99th percentile dashed."""
     axes = figure.subplots()
-    timed = sorted((row for row in found if row["rate"] is not None), key=lambda row: row["rate"])
+    timed = sorted((row for row in found if row["workload"] == DRAWN), key=lambda row: row["rate"])
     for number, name in enumerate(dict.fromkeys(row["contender"] for row in found)):
         color = f"C{number}"
         mine = [row for row in timed if row["contender"] == name]
@@ -405,7 +425,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int)
     parser.add_argument("--to-device", type=float, help="all contexts, in caches of the device")
     parser.add_argument("--to-host", type=float, help="all contexts, in caches of the host")
-    parser.add_argument("--model", type=Path, help="a folder (SmolLM2)")
+    parser.add_argument("--arch", choices=ARCHS, default=SMOLLM2, help="a random model's, or")
+    parser.add_argument("--model", type=Path, help="a folder with a dense model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--peer-python", type=Path, help="of an environment with LMCache")
     parser.add_argument("--aiperf-python", type=Path, help="of an environment with aiperf")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks import _load_servers as servers
 from benchmarks import _load_traffic as traffic
 from benchmarks import load
 from benchmarks._load_servers import Tokens
-from benchmarks._load_traffic import CHUNK, Chat, Generators, Served
+from benchmarks._load_traffic import CHUNK, TEMPLATE, Agents, Chat, Generators, Rag, Served
 from benchmarks.load import FULL, SHORT, Measured, Place, Probed
 
 MODEL = Path("model")
@@ -74,16 +75,27 @@ def test_two_rates_share_no_prompt() -> None:
 
 @pytest.mark.parametrize("scale", [FULL, SHORT])
 def test_contexts_are_four_device_caches_and_one_and_a_half_of_the_hosts(
-    scale: traffic.Scale, monkeypatch: pytest.MonkeyPatch
+    scale: traffic.Scale, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(servers, "token_nbytes", lambda model, dtype: 46_080)
-    sizes = scale.sizes(MODEL, "float32")
+    (tmp_path / "config.json").write_text("{}")
+    sizes = scale.sizes(tmp_path, "float32")
     contexts = 64 + scale.users * scale.turns * scale.turn_tokens
     assert sizes.host_tokens == pytest.approx(contexts / 1.5, abs=1)
     assert sizes.device_tokens == max(-(-contexts // 4), 2 * sizes.max_tokens)
     assert sizes.host_nbytes >= sizes.host_tokens * 46_080
     assert sizes.host_nbytes % (1 << 20) == 0
     assert sizes.max_tokens > scale.longest
+
+
+def test_layers_with_states_and_windows_take_no_part_of_a_caches_bytes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(servers, "token_nbytes", lambda model, dtype: 4 << 20)
+    kinds = ["conv", "full_attention", "sliding_attention", "conv"]
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": kinds}))
+    sizes = FULL.sizes(tmp_path, "float32")
+    assert sizes.device_nbytes == sizes.device_tokens << 20
 
 
 def test_prefixes_are_half_or_twice_the_devices_cache() -> None:
@@ -98,7 +110,43 @@ def test_prefixes_are_half_or_twice_the_devices_cache() -> None:
         assert made.requests >= 2 * made.prefixes
 
 
-@pytest.mark.parametrize("name", ["talk", "documents"])
+def test_documents_come_in_new_orders_and_questions_once() -> None:
+    [made] = FULL.workloads(["rag"], MODEL, NO_GENERATORS)
+    assert isinstance(made, Rag)
+    trace = made.trace()
+    assert len(trace) == FULL.requests
+    length, shared = made.document_tokens // CHUNK, made.shared_tokens // CHUNK
+    orders, questions = set(), []
+    for request in trace:
+        hashes = request["hash_ids"][shared:]
+        texts, question = hashes[: made.found * length], hashes[made.found * length :]
+        parts = [tuple(texts[n : n + length]) for n in range(0, len(texts), length)]
+        assert len(set(parts)) == made.found
+        assert all(part == tuple(range(part[0], part[0] + length)) for part in parts)
+        orders.add(tuple(part[0] for part in parts))
+        questions += question
+    assert len(questions) == len({*questions})
+    first = [order[0] for order in orders]
+    assert len({*first}) <= made.documents < len(trace)  # so each document comes back
+    assert len(orders) > len(trace) * 3 // 4  # and hardly ever behind the same ones
+    longest = made.shared_tokens + made.found * made.document_tokens + made.question_tokens
+    assert longest + made.answer_tokens <= FULL.longest
+
+
+def test_agents_leave_room_for_a_template_in_each_turn() -> None:
+    [made] = FULL.workloads(["agents"], MODEL, Generators(Path("python"), None))
+    assert isinstance(made, Agents)
+    config = made.config()
+    assert config["max_prompt_tokens"] == made.max_tokens == FULL.longest * 3 // 4
+    cache = config["cache"]
+    starts = [cache["layer1_tokens"], cache["layer1_5_tokens"], cache["layer2"]["max"]]
+    assert sum(starts) < made.max_tokens * 3 // 4  # a session has several turns
+    turns = made.max_tokens // (made.turn_tokens + made.answer_tokens)
+    sizes = FULL.sizes(MODEL, "float32")
+    assert made.max_tokens + (turns + 1) * TEMPLATE <= sizes.max_tokens
+
+
+@pytest.mark.parametrize("name", ["talk", "agents", "documents"])
 def test_a_generator_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(SystemExit, match=r"tools\.env_load"):
         list(FULL.workloads([name], MODEL, NO_GENERATORS))
