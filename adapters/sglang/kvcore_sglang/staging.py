@@ -65,7 +65,7 @@ class Wait:
 class Staging:
     """The waiting requests of one leader. Scheduler's thread only.
 
-    ``send`` lets the ranks carry out the launched graphs. ``clock`` returns seconds.
+    ``send`` lets the ranks carry out the launched graphs.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Staging:
         manager: Manager,
         paging: Paging,
         send: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = config.sglang
         self._deadline_s = config.transfer.load_deadline_s
@@ -82,7 +81,6 @@ class Staging:
         self._manager = manager
         self._paging = paging
         self._send = send
-        self._clock = clock
         self._waiting: dict[int, Wait] = {}  # by identity, in order of arrival
 
     @property
@@ -97,12 +95,12 @@ class Staging:
         if not wait.ways and not wait.unsettled:
             return False
         if wait.since is None:
-            wait.since = self._clock()
+            wait.since = time.monotonic()
         return self.in_time(wait)
 
     def in_time(self, wait: Wait) -> bool:
         """Return True if a waiting request has not reached `limit_s`."""
-        return wait.since is not None and self._clock() - wait.since < self.limit_s
+        return wait.since is not None and time.monotonic() - wait.since < self.limit_s
 
     def leave(self, wait: Wait) -> None:
         """Remove a request that was loaded, computed or dropped. Idempotent."""
