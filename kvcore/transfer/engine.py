@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from kvcore.errors import CapacityError, TransferError
 from kvcore.transfer.active import ActiveGraph, OpState, TakenOp, Which, every, on_device, up_to
-from kvcore.transfer.executor import Executor, Issued, JoiningExecutor
+from kvcore.transfer.executor import Executor, Issued
 from kvcore.transfer.graph import OpReport, Path, Priority, RowError, TransferGraph, TransferOp
 from kvcore.transfer.op_thread import OpThread, OpTiming, Timings
 from kvcore.transfer.path_queue import PathQueue
@@ -76,21 +76,14 @@ class TransferEngine:
         self._closed = False
         self._stopped = ""
         counts = {path: (threads or {}).get(path, 1) for path in executors}
-        self._queues = {
-            path: PathQueue(
-                path,
-                counts[path],
-                self._runs,
-                self._lock,
-                joins=isinstance(executor, JoiningExecutor),
-            )
-            for path, executor in executors.items()
-        }
+        self._executors = dict(executors)
+        shared = self._executors, self._runs, self._lock
+        self._queues = {path: PathQueue(path, n, *shared) for path, n in counts.items()}
         timings = Timings(observer)
         self._threads = [
-            OpThread(f"kvcore-{path.value}-{n}", path, executor, self, timings, near)
-            for path, executor in executors.items()
-            for n in range(counts[path])
+            OpThread(f"kvcore-{path.value}-{n}", path, self._executors, self, timings, near)
+            for path, count in counts.items()
+            for n in range(count)
         ]
         if not all(thread.start() for thread in self._threads):
             self.close(timeout=_START_FAILED_S)
@@ -382,6 +375,9 @@ class TransferEngine:
             queue.work.notify_all()
 
     # -- for its threads (`OpBooks`) ----------------------------------------------------------
+
+    def now(self) -> float:
+        return self._clock()
 
     def take(self, path: Path) -> list[TakenOp]:
         queue = self._queues[path]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -73,6 +73,10 @@ class Timings:
 class OpBooks(Protocol):
     """The engine, as its threads see it: which op is next, and what has become of it."""
 
+    def now(self) -> float:
+        """Return the time, in seconds."""
+        ...
+
     def take(self, path: Path) -> list[TakenOp]:
         """Block until ops of ``path`` may start, and take them; none when the engine closes."""
         ...
@@ -101,13 +105,13 @@ class OpThread:
         self,
         name: str,
         path: Path,
-        executor: Executor,
+        executors: Mapping[Path, Executor],
         books: OpBooks,
         timings: Timings,
         near: Set[int],
     ) -> None:
         self._path = path
-        self._executor = executor
+        self._executors = executors
         self._books = books
         self._timings = timings
         self._settle = partial(settle_thread, near=near)
@@ -137,13 +141,13 @@ class OpThread:
         """Carry ops out until they have ended, or until their copies are issued."""
         left = deque(joined)
         try:
-            started = time.monotonic()
+            started = self._books.now()
             outcome = self._execute_joined(joined) if len(joined) > 1 else None
             if outcome is not None:
                 left.clear()
                 self._take_outcome(joined, outcome, started)
             while left:
-                started, taken = time.monotonic(), left.popleft()
+                started, taken = self._books.now(), left.popleft()
                 self._take_outcome([taken], self._execute(taken), started)
         except BaseException:
             state_of = ((taken, taken.run.states[taken.position]) for taken in joined)
@@ -154,7 +158,7 @@ class OpThread:
         if not taken.rows:
             return {}
         try:
-            return self._executor.run(taken.run.graph, taken.op, taken.rows)
+            return self._executors[self._path].run(taken.run.graph, taken.op, taken.rows)
         except Exception:  # noqa: BLE001 - thread boundary: the op fails, its queue continues
             _log_failure(taken)
             why = RowError.IO if taken.op.tier else RowError.INTERNAL
@@ -162,10 +166,11 @@ class OpThread:
 
     def _execute_joined(self, joined: list[TakenOp]) -> dict[int, RowError] | Issued | None:
         """Carry ops out at once; return None if they must be carried out one by one."""
-        assert isinstance(self._executor, JoiningExecutor)
+        executor = self._executors[self._path]
+        assert isinstance(executor, JoiningExecutor)
         parts = [OpPart(taken.run.graph, taken.op, taken.rows) for taken in joined if taken.rows]
         try:
-            return (self._executor.run_joined(parts) if parts else None) or {}
+            return (executor.run_joined(parts) if parts else None) or {}
         except Exception:  # noqa: BLE001 - one of them may be at fault: each is tried alone
             _log.debug("%d ops failed together and are tried one by one", len(parts), exc_info=True)
             return None
@@ -176,7 +181,7 @@ class OpThread:
         """End ops that were carried out, or see their end later."""
         if isinstance(outcome, dict):
             failed = [outcome] if len(joined) == 1 else [{} for _ in joined]
-            self._end(joined, failed, started, time.monotonic() - started)
+            self._end(joined, failed, started, self._books.now() - started)
             return
         try:
             self._books.note_issued(joined, outcome)
@@ -197,7 +202,7 @@ class OpThread:
             except Exception:  # noqa: BLE001 - thread boundary: the device has failed
                 _log_failure(joined[0])
                 failed = [dict.fromkeys(taken.rows, RowError.INTERNAL) for taken in joined]
-            self._end(joined, failed, time.monotonic() - seconds, seconds)
+            self._end(joined, failed, self._books.now() - seconds, seconds)
         except BaseException:
             self._drop(joined, copies)
             raise

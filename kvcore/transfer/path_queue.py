@@ -32,6 +32,7 @@ import threading
 from collections.abc import Mapping
 
 from kvcore.transfer.active import ActiveGraph, OpState, TakenOp
+from kvcore.transfer.executor import Executor, JoiningExecutor
 from kvcore.transfer.graph import COPY_BYTES, Path, Priority, RowError
 
 __all__ = ["BYTES_ISSUED", "SAVES_ISSUED", "PathQueue"]
@@ -54,24 +55,23 @@ _Entry = tuple[int, int, int, int, int, int]
 class PathQueue:
     """The ready ops of one path. Guarded by ``lock``, the engine's.
 
-    ``threads`` take ops from it. Saves are joined if ``joins``. ``runs`` are the graphs in flight,
-    by id. ``work`` is notified when an op may start.
+    ``threads`` take ops from it. ``runs`` are the graphs in flight, by id. ``work`` is notified when
+    an op may start.
     """
 
     def __init__(
         self,
         path: Path,
         threads: int,
+        executors: Mapping[Path, Executor],
         runs: Mapping[int, ActiveGraph],
         lock: threading.Lock,
-        *,
-        joins: bool,
     ) -> None:
         self.work = threading.Condition(lock)
         self._path = path
         self._threads = threads
         self._runs = runs
-        self._joins = joins
+        self._executors = executors
         self._entries: list[_Entry] = []
         self._saves_issued = 0
         self._bytes_issued = 0
@@ -99,7 +99,8 @@ class PathQueue:
         heapq.heappop(self._entries)
         taken = [self._taken(*first[-2:], counted=True)]
         run = taken[0].run
-        if not self._joins or run.alone or run.graph.priority is not Priority.SAVE:
+        joins = isinstance(self._executors[self._path], JoiningExecutor) and not run.alone
+        if not joins or run.graph.priority is not Priority.SAVE:
             return taken
         nbytes = run.nbytes[taken[0].position]
         while (entry := self._first()) and entry[:3] == first[:3]:

@@ -548,7 +548,7 @@ def test_what_goes_no_further_than_host_memory_is_not_copied_to_the_device(
     ends, _ = index.admin.leaves("host", None, b"")
     keys, digest = index.path(ends[0]), index.namespace_of(ends[0])
     [side] = engine.workers
-    ops = side.worker._copies[Direction.H2D]._ops
+    ops = side.worker.engine._executors[Direction.H2D]._ops
     monkeypatch.setattr(type(ops), "copy_blocks", lambda self, *given: copied.append(given))
     for units in (np.full((len(keys), 1), SKIP), np.arange(len(keys))[:, None]):
         copied.clear()
