@@ -55,8 +55,8 @@ _Entry = tuple[int, int, int, int, int, int]
 class PathQueue:
     """The ready ops of one path. Guarded by ``lock``, the engine's.
 
-    ``threads`` take ops from it. ``runs`` are the graphs in flight, by id. ``work`` is notified when
-    an op may start.
+    ``threads`` take ops from it, for the executor of the path. ``runs`` are the graphs in flight,
+    by id. ``work`` is notified when an op may start.
     """
 
     def __init__(
