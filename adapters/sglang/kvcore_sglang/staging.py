@@ -81,6 +81,7 @@ class Staging:
         self._manager = manager
         self._paging = paging
         self._send = send
+        self._clock = time.monotonic
         self._waiting: dict[int, Wait] = {}  # by identity, in order of arrival
 
     @property
@@ -95,12 +96,12 @@ class Staging:
         if not wait.ways and not wait.unsettled:
             return False
         if wait.since is None:
-            wait.since = time.monotonic()
+            wait.since = self._clock()
         return self.in_time(wait)
 
     def in_time(self, wait: Wait) -> bool:
         """Return True if a waiting request has not reached `limit_s`."""
-        return wait.since is not None and time.monotonic() - wait.since < self.limit_s
+        return wait.since is not None and self._clock() - wait.since < self.limit_s
 
     def leave(self, wait: Wait) -> None:
         """Remove a request that was loaded, computed or dropped. Idempotent."""
