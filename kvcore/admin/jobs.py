@@ -71,6 +71,7 @@ class Jobs:
     ) -> None:
         """``deadline_s`` bounds each load of a job."""
         self._manager = manager
+        self._clock = time.monotonic
         self._index = manager.index
         self._selections = selections
         self._deadline_s = deadline_s
@@ -111,7 +112,7 @@ class Jobs:
             end for tier in tiers for end in self._selections.ends(selection, tier)[0]
         )
         self._job = Job(
-            command, source, to, deque(found), len(found), on_end, on_abandon, time.monotonic()
+            command, source, to, deque(found), len(found), on_end, on_abandon, self._clock()
         )
 
     def step(self) -> None:
@@ -153,7 +154,7 @@ class Jobs:
     def _is_silent(self, job: Job) -> bool:
         """Return True if nothing of a job has ended for a long time."""
         left = len(job.todo), self._manager.flights.num_ops(job.graphs)
-        now = time.monotonic()
+        now = self._clock()
         if left != job.left:
             job.left, job.since = left, now
         return now - job.since >= SILENT_S
