@@ -91,13 +91,13 @@ def guarded_folder(path: _Path, *, shared: bool = False) -> int:
     return folder
 
 
-def make_guarded(path: Path, *, shared: bool = True) -> int:
+def make_guarded(path: Path) -> int:
     """Create a folder and its parents with mode 0700 if missing, and open it as `guarded_folder`.
 
-    For a folder that an operator names. ``shared`` is as in `guarded_folder`.
+    For a folder that an operator names, so it may be shared.
     """
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    return guarded_folder(path, shared=shared)
+    return guarded_folder(path, shared=True)
 
 
 # -- files --------------------------------------------------------------------------------------

@@ -68,12 +68,10 @@ class Jobs:
         manager: KVManager,
         selections: Selections,
         deadline_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deadline_s`` bounds each load of a job."""
         self._manager = manager
-        self._clock = clock
+        self._clock = time.monotonic
         self._index = manager.index
         self._selections = selections
         self._deadline_s = deadline_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvcore._util.addresses import is_bound
@@ -56,13 +56,11 @@ class ZmqOutlet:
         keys: Path | None = None,
         counts: bool = True,
         queue_batches: int = 1000,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the sockets. Raises ConfigError if an endpoint or a key cannot be used."""
         self._context = Context()
         self._topic = topic.encode()
         self._counts = counts
-        self._clock = clock
         self._answers: dict[bytes, _Answer] = {}
         self._sockets: list[zmq.Socket[bytes]] = []
         self._entrance = Entrance(self._context)
@@ -128,7 +126,7 @@ class ZmqOutlet:
 
     def answer(self, client: bytes, messages: Iterator[Message]) -> None:
         """Begin to send an answer. It goes on with each call of `requests`."""
-        self._answers[client] = _Answer(self._packed(messages), self._clock() + ANSWER_S)
+        self._answers[client] = _Answer(self._packed(messages), time.monotonic() + ANSWER_S)
         self._go_on_with(client)
 
     def close(self) -> None:
@@ -164,7 +162,7 @@ class ZmqOutlet:
         answer = self._answers[client]
         before = answer.count
         try:
-            while self._clock() < answer.until:
+            while time.monotonic() < answer.until:
                 frames = answer.next()
                 self._router.send_multipart([client, b"", *frames], zmq.NOBLOCK)
                 answer.sent()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcore.errors import ConfigError, UnsupportedError
-from kvcore.fusion.gate import Gate, GateAction, GateMonitor, Verdict
+from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
 from kvcore.fusion.select import Budget, Candidates, Selector, attention_mass, narrow
 
@@ -252,11 +252,6 @@ class Blended:
     computed: tuple[Tensor, ...]
     exact_tokens: int
     verdicts: tuple[Verdict, ...] = ()
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether a gate turned this blend into a full prefill."""
-        return bool(self.verdicts) and self.verdicts[-1].action is GateAction.FULL
 
     @property
     def logits(self) -> Tensor:

@@ -56,7 +56,6 @@ class BlockIndex:
         self.lifecycle = Lifecycle(state, self.evictions)
         self.removal = Removal(state, self.lifecycle)
         self.admin = Admin(state, self.evictions)
-        self._user_pins: dict[bytes, list[Pin]] = {}
 
     # -- lookup ---------------------------------------------------------------------------------
 
@@ -147,30 +146,6 @@ class BlockIndex:
     def unpin(self, pin: Pin) -> None:
         """Remove a pin, exactly once. Slots of blocks dropped meanwhile are freed now."""
         self._state.table(pin.tier).unpin(pin)
-
-    def pin_prefix(self, keys: Sequence[bytes]) -> int:
-        """Pin what each tier now holds of a prompt, for a user; returns the deepest, in blocks.
-
-        The pins stay until `unpin_prefix` with the same last key. To pin a prompt again replaces
-        its pins.
-        """
-        match = self.match(keys)
-        if not match.depth:
-            return 0
-        self.unpin_prefix(keys)
-        self._user_pins[keys[-1]] = [
-            self.pin(table.name, keys[depth - 1])
-            for table, depth in zip(self._tables, match.depths, strict=True)
-            if depth
-        ]
-        return match.depth
-
-    def unpin_prefix(self, keys: Sequence[bytes]) -> bool:
-        """Undo `pin_prefix`; returns False if the prompt was not pinned."""
-        pins = self._user_pins.pop(keys[-1], None) if keys else None
-        for pin in pins or ():
-            self.unpin(pin)
-        return pins is not None
 
     # -- events ---------------------------------------------------------------------------------
 

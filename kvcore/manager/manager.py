@@ -29,7 +29,6 @@ from kvcore.index import BlockIndex
 from kvcore.manager.base import (
     HOST,
     Backing,
-    Event,
     Hit,
     Lane,
     Manager,
@@ -39,7 +38,6 @@ from kvcore.manager.base import (
     Source,
     TransferOptions,
     Transport,
-    WritePolicy,
 )
 from kvcore.manager.inflight import Flights
 from kvcore.manager.invalidation import Invalidation
@@ -50,20 +48,7 @@ from kvcore.model.points import PointRows
 from kvcore.telemetry.metrics import Metrics, SaveSkip
 from kvcore.transfer.graph import OpReport, Priority, Span, TransferGraph, UnitTable
 
-__all__ = [
-    "HOST",
-    "Backing",
-    "Event",
-    "Hit",
-    "KVManager",
-    "Manager",
-    "Readiness",
-    "Source",
-    "TokenPublisher",
-    "Transport",
-    "WritePolicy",
-]
-
+__all__ = ["KVManager"]
 
 _DEFAULTS = TransferOptions()
 

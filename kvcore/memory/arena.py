@@ -50,11 +50,10 @@ class HostArena:
     """``num_slots`` slots for blocks of ``shape``, allocated at first touch or pre-faulted.
 
     With ``huge_pages`` it requests huge pages (see `Pages`). The attribute ``huge_pages`` tells
-    whether they are available, and ``huge_nbytes()`` how many bytes are on them now. With ``pin``
-    it is pinned for that device (`pin`) before anything can be copied.
-    With ``prefault`` a thread asks the kernel for that many bytes beyond the slots used so far
-    (`reach`), either while none is being used or once only a quarter of those bytes is left.
-    ``pages`` is memory of exactly the arena's size to use instead of its own. Raises
+    whether they are available. With ``pin`` it is pinned for that device (`pin`) before anything
+    can be copied. With ``prefault`` a thread asks the kernel for that many bytes beyond the slots
+    used so far (`reach`), either while none is being used or once only a quarter of those bytes is
+    left. ``pages`` is memory of exactly the arena's size to use instead of its own. Raises
     TierUnavailable if the system does not provide the memory.
     """
 
@@ -138,14 +137,6 @@ class HostArena:
     def memory(self) -> memoryview:
         """All slots as one piece."""
         return self._view
-
-    def huge_nbytes(self) -> int:
-        """Return the bytes of the arena on huge pages now. Untouched memory is on none."""
-        return self._pages.huge_nbytes()
-
-    def resident_nbytes(self) -> int:
-        """Return the bytes of the arena that the kernel has provided so far."""
-        return self._pages.resident_nbytes()
 
     @property
     def pinned(self) -> bool:

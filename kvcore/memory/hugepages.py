@@ -23,7 +23,6 @@ _log = logging.getLogger("kvcore.memory.arena")
 PAGE = 4096
 HUGE_PAGE = 2 << 20
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_SMAPS = Path("/proc/self/smaps")
 _MOUNTS = Path("/proc/self/mountinfo")
 _HUGE_MOUNT = re.compile(r"\bhuge=(always|advise|within_size)\b")
 _MEMINFO = Path("/proc/meminfo")
@@ -36,7 +35,6 @@ _TAKERS = 8
 _LEAST_OF_A_THREAD = 64 << 20
 _RESERVE = 8
 """One part in this many of all memory is left free."""
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
 class Pages:
@@ -46,9 +44,6 @@ class Pages:
     requested and are available. A forked child does not inherit it, because with copy-on-write
     direct I/O would give the device the wrong pages.
     """
-
-    _counted = "AnonHugePages:"
-    """Name of the count of huge pages in the kernel's report on a mapping."""
 
     def __init__(self, nbytes: int, *, huge: bool = True) -> None:
         """Reserve the addresses. Raises TierUnavailable if the system refuses."""
@@ -61,30 +56,6 @@ class Pages:
         mapped.madvise(mmap.MADV_DONTFORK)
         self._take(mapped, nbytes, HUGE_PAGE)
         self.huge = huge and self._advise_huge()
-
-    def huge_nbytes(self) -> int:
-        """Return the bytes on huge pages now, as the kernel counts them; 0 if it does not."""
-        try:
-            lines = _SMAPS.read_text().splitlines()
-        except OSError:
-            return 0
-        inside = False
-        for line in lines:
-            mapping = _MAPPING.match(line)
-            if mapping:
-                inside = int(mapping[1], 16) <= self.address < int(mapping[2], 16)
-            elif inside and line.startswith(self._counted):
-                return int(line.split()[1]) << 10
-        return 0
-
-    def resident_nbytes(self) -> int:
-        """Return the bytes that the kernel has provided so far; 0 if it does not say."""
-        mincore = ctypes.CDLL(None, use_errno=True).mincore
-        mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-        pages = ctypes.create_string_buffer(-(-self.view.nbytes // PAGE))
-        if mincore(self.address, self.view.nbytes, pages):
-            return 0
-        return sum(page & 1 for page in pages.raw) * PAGE
 
     def prefault(self, start: int, stop: int, wanted: Callable[[], bool]) -> bool:
         """Fault in bytes [start, stop) from front to back, as long as ``wanted`` returns True.
@@ -193,8 +164,6 @@ class SharedPages(Pages):
     It is on huge pages if the mount allows them (`gives_huge_pages`) and ``huge`` requests them. A
     forked child does not inherit the mapping, so only the process that opened it can touch it.
     """
-
-    _counted = "ShmemPmdMapped:"
 
     def __init__(self, file: int, nbytes: int, *, huge: bool = True) -> None:
         """Map the descriptor ``file``, which may be closed afterwards.

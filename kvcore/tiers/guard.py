@@ -95,17 +95,12 @@ class BlockGuard(ABC):
 
     @abstractmethod
     def seal(
-        self,
-        source: Buffers,
-        nbytes: int,
-        associated_data: bytes,
-        into: memoryview | None = None,
-        nonce: bytes = b"",
+        self, source: Buffers, nbytes: int, associated_data: bytes, into: memoryview | None = None
     ) -> Seal:
         """Seal the first ``nbytes`` bytes of ``source``, which is not changed.
 
         A cipher encrypts ``into`` other memory, which must not overlap the source, and zeroes the
-        rest of it. ``nonce`` is for tests; by default it is random.
+        rest of it.
         """
 
     @abstractmethod
@@ -143,15 +138,10 @@ class BlockCipher(BlockGuard):
     _label = b"kvcore-disk-1 "
 
     def seal(
-        self,
-        source: Buffers,
-        nbytes: int,
-        associated_data: bytes,
-        into: memoryview | None = None,
-        nonce: bytes = b"",
+        self, source: Buffers, nbytes: int, associated_data: bytes, into: memoryview | None = None
     ) -> Seal:
         assert into is not None, "the source must not be changed"
-        nonce = nonce or os.urandom(NONCE_NBYTES)
+        nonce = os.urandom(NONCE_NBYTES)
         encryptor = self._for(nonce).encryptor()
         encryptor.authenticate_additional_data(associated_data)
         at = 0
@@ -178,14 +168,9 @@ class BlockMac(BlockGuard):
     _label = b"kvcore-mac-1 "
 
     def seal(
-        self,
-        source: Buffers,
-        nbytes: int,
-        associated_data: bytes,
-        into: memoryview | None = None,
-        nonce: bytes = b"",
+        self, source: Buffers, nbytes: int, associated_data: bytes, into: memoryview | None = None
     ) -> Seal:
-        nonce = nonce or os.urandom(NONCE_NBYTES)
+        nonce = os.urandom(NONCE_NBYTES)
         encryptor = self._for(nonce).encryptor()
         self._feed(encryptor, source, nbytes, associated_data)
         encryptor.finalize()

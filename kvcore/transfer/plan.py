@@ -57,13 +57,13 @@ def batches(rows: Span, size: int) -> list[Span]:
     return [Span(a, min(a + size, rows.stop)) for a in range(rows.start, rows.stop, size)]
 
 
-def layer_steps(layers: int, first: int = 1, growth: int = 2) -> list[Span]:
+def layer_steps(layers: int, growth: int = 2) -> list[Span]:
     """Cut the layers into growing steps, so that layer 0 is ready early and there are few ops.
 
     >>> [tuple(step) for step in layer_steps(10)]
     [(0, 1), (1, 3), (3, 7), (7, 10)]
     """
-    steps, start, width = [], 0, first
+    steps, start, width = [], 0, 1
     while start < layers:
         stop = min(start + width, layers)
         steps.append(Span(start, stop))

@@ -20,7 +20,7 @@ from kvcore.memory.points import NO_POINTS, PointCopies
 from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
-from kvcore.transfer.engine import OpPart
+from kvcore.transfer.executor import OpPart
 from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier

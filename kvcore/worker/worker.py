@@ -27,8 +27,10 @@ from kvcore.memory.runs import SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import Tracer
 from kvcore.tiers.base import Tier
-from kvcore.transfer.engine import Executor, OpTiming, TransferEngine
+from kvcore.transfer.engine import TransferEngine
+from kvcore.transfer.executor import Executor
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
+from kvcore.transfer.op_thread import OpTiming
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.executors import DeviceCopy, StagedRead, TierRead, TierWrite
 from kvcore.worker.refusing import refuse

@@ -28,6 +28,7 @@ from kvcore.harness.prompts import words
 from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
 from kvcore_vllm.testing.rig import V2
+from support.environments import kinds_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -56,7 +57,6 @@ KINDS = {
     "draft": Kind(False, SMALL),
 }
 DAILY = ("sides",)
-NIGHTLY = [name for name in KINDS if name not in DAILY]
 
 
 class Served(NamedTuple):
@@ -72,16 +72,7 @@ class Served(NamedTuple):
         )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*DAILY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
-)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found = KINDS[request.param]
-    python = HERE.parents[1] / ".venvs" / found.python / "bin" / "python"
-    if found.python and not python.exists():
-        pytest.skip(f"no {python}: make env-compat")
-    return found._replace(python=str(python) if found.python else "")
+kind = kinds_of(KINDS, DAILY)
 
 
 @pytest.fixture(scope="module")

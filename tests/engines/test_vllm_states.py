@@ -30,6 +30,7 @@ from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
 from kvcore_vllm.testing.rig import V1_INTERPRETED as DRAFTS
 from kvcore_vllm.testing.rig import V2
+from support.environments import kinds_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -82,7 +83,6 @@ KINDS = {
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
 DAILY = ("lfm2", "gemma4")
-NIGHTLY = [name for name in KINDS if name not in DAILY]
 """Two groups of states and one of attention, or three and one; one or more groups of windows."""
 
 
@@ -124,16 +124,7 @@ class Served(NamedTuple):
         return self.kind.args.get("dtype") is None
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*DAILY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NIGHTLY)],
-)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found = KINDS[request.param]
-    python = HERE.parents[1] / ".venvs" / found.python / "bin" / "python"
-    if found.python and not python.exists():
-        pytest.skip(f"no {python}: make env-compat")
-    return found._replace(python=str(python) if found.python else "")
+kind = kinds_of(KINDS, DAILY)
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from kvcore.harness.compare import SMALL
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
+from support.environments import python_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
-ENVIRONMENTS = HERE.parents[1] / ".venvs"
 KINDS = {
     "llama": {},
     "gpt_oss": {},
@@ -124,10 +124,7 @@ def test_a_restart_finds_states_and_answers_depend_on_them(kind: str, tmp_path: 
     [("0.30", "llama"), ("0.30", "qwen3_next"), ("0.33", "llama"), ("0.33", "lfm2")],
 )
 def test_other_versions(version: str, kind: str, tmp_path: Path) -> None:
-    python = ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no {python}: make env-compat")
-    check_a_restart(kind, tmp_path, python=python)
+    check_a_restart(kind, tmp_path, python=python_of(f"vllm-{version}"))
 
 
 @pytest.mark.exhaustive

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from kvcore.testing.conformance import CASES, Kit, find_driver, run
+from support.environments import python_of
 from support.pairs import covering
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -39,12 +40,11 @@ GROUPS = {
 VERSIONS = ("0.30", "0.31", "0.32", "0.33")
 RUNS = ("sync", "async", "v2")
 ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = ROOT / ".venvs"
 
 
 def interpreter(version: str) -> Path | None:
     """The Python of the environment of a version; none for the one that runs the tests."""
-    return None if version == "0.32" else ENVIRONMENTS / f"vllm-{version}" / "bin" / "python"
+    return None if version == "0.32" else python_of(f"vllm-{version}")
 
 
 ELSEWHERE = [
@@ -79,8 +79,6 @@ def variants() -> Iterator[Any]:
 @pytest.mark.parametrize(("version", "runs", "groups"), list(variants()))
 def test_cases_that_differ(version: str, runs: str, groups: list[str], tmp_path: Path) -> None:
     python = interpreter(version)
-    if python is not None and not python.exists():
-        pytest.skip(f"there is no {python}: make env-compat makes it")
     cases = [name for group in groups for name in GROUPS[group]]
     driver = find_driver(f"vllm:{version}-{runs}".removesuffix("-async"), python)
     with Kit(driver, tmp_path) as kit:
@@ -116,8 +114,6 @@ def test_the_built_wheel_serves_beside_the_newest_vllm(model: Path, tmp_path: Pa
     """kvcore as pip installs it, and nothing of this checkout."""
     python = interpreter(VERSIONS[-1])
     assert python is not None
-    if not python.exists():
-        pytest.skip(f"there is no {python}: make env-compat makes it")
     source, site, program = (tmp_path / name for name in ("source", "site", "program.py"))
     left_out = shutil.ignore_patterns(".*", "results", "__pycache__", "*.so", "site")
     shutil.copytree(ROOT, source, ignore=left_out)

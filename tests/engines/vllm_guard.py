@@ -39,6 +39,7 @@ from kvcore_devtools.planted import Part, methods
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreMetadata
+from kvcore_vllm.saves import Saves
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard, _Ledger
@@ -48,7 +49,7 @@ IN_STEP_TOKENS = 300
 TEXTS = {"in the step": (200, 280), "between steps": (340, 400)}
 """Bounds of a text's tokens, by where its load is."""
 
-LEADER = ("_offer", "_launch_load", "_fences", "_take_report", "_load_ended", "_save_computed")
+LEADER = ("_offer", "_launch_load", "_fences", "_take_report", "_load_ended")
 WORKER = ("_submit", "_collect", "_begin_blends", "_settle_failed", "_take")
 OWNERS = (Leader, WorkerGuard, _Ledger, WorkerConnector, KVCoreMetadata, RequestRecorder)
 OWNERS += (KVManager, Metrics)
@@ -68,7 +69,7 @@ def cases() -> dict[str, list[Part]]:
     parts = [Part(KVCoreConnector, name) for name in methods(KVCoreConnector)]
     parts += [part._replace(after=True) for part in parts]
     parts += [Part(owner, name) for owner in OWNERS for name in methods(owner)]
-    parts += [Part(Leader, name) for name in LEADER]
+    parts += [Part(Leader, name) for name in LEADER] + [Part(Saves, "_computed")]
     parts += [Part(WorkerConnector, name) for name in WORKER]
     parts += [Part(KVCoreStats, name) for name in ("aggregate", "is_empty", "reduce")]
     parts += [Part(KVCorePromMetrics, "observe"), Part(PrometheusSink, "apply", always=True)]

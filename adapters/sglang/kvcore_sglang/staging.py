@@ -65,7 +65,7 @@ class Wait:
 class Staging:
     """The waiting requests of one leader. Scheduler's thread only.
 
-    ``send`` lets the ranks carry out the launched graphs. ``clock`` returns seconds.
+    ``send`` lets the ranks carry out the launched graphs.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Staging:
         manager: Manager,
         paging: Paging,
         send: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = config.sglang
         self._deadline_s = config.transfer.load_deadline_s
@@ -82,7 +81,7 @@ class Staging:
         self._manager = manager
         self._paging = paging
         self._send = send
-        self._clock = clock
+        self._clock = time.monotonic
         self._waiting: dict[int, Wait] = {}  # by identity, in order of arrival
 
     @property

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcore.config import Config
 from kvcore.errors import ConfigError, KVCoreError, RankLostError
 from kvcore.telemetry.metrics import Data, PrometheusSink
 from kvcore_sglang import hooks
 from kvcore_sglang.build import Fusable, Parts, build
-from kvcore_sglang.describe import Served, describe, find_rank
+from kvcore_sglang.describe import Rank, Served, describe, find_rank
 from kvcore_sglang.fusion import SglangLayers, ropes_of
 from kvcore_sglang.identity import find_model
 from kvcore_sglang.ranks import first_problem
 
 _log = logging.getLogger("kvcore.sglang")
+
+T = TypeVar("T")
 
 
 def start(
@@ -70,16 +72,14 @@ def _described(
 
     A collective.
     """
-    served: Served | None = None
-    problem = ""
-    try:
+
+    def described() -> Served:
         hooks.check()
-        served = describe(server_args, params, components, config.block.tokens)
-    except Exception as error:  # noqa: BLE001 - as above
-        problem = _problem(error)
-    if first := first_problem(find_rank(params), problem):
-        _log.warning("kvcore stands aside, the model runs without it: %s", first)
-        return None
+        return describe(server_args, params, components, config.block.tokens)
+
+    served, problem = _on_all(find_rank(params), described)
+    if problem:
+        _log.warning("kvcore stands aside, the model runs without it: %s", problem)
     return served
 
 
@@ -90,22 +90,32 @@ def _fusable(config: Config, server_args: Any, params: Any, served: Served) -> F
     """
     if not config.fusion.enabled:
         return None
-    found: Fusable | None = None
-    problem = ""
-    try:
+
+    def fusable() -> Fusable:
         hooks.check_fusion()
         ropes = ropes_of(served, server_args)
         model = find_model(params.token_to_kv_pool_allocator.get_kvcache())
         most = int(getattr(server_args, "chunked_prefill_size", None) or 0)
         buffers = served.pool.view.tensors
         layers = SglangLayers(model, buffers, most if most > 0 else None, served.rank.ranks)
-        found = Fusable(layers, ropes)
-    except Exception as error:  # noqa: BLE001 - as above
-        problem = _problem(error)
-    if first := first_problem(served.rank, problem):
-        _log.warning("exact prefixes only: %s", first)
-        return None
+        return Fusable(layers, ropes)
+
+    found, problem = _on_all(served.rank, fusable)
+    if problem:
+        _log.warning("exact prefixes only: %s", problem)
     return found
+
+
+def _on_all(rank: Rank, make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what ``make`` makes; None and why on all ranks if it fails on one. A collective."""
+    made: T | None = None
+    problem = ""
+    try:
+        made = make()
+    except Exception as error:  # noqa: BLE001 - the other ranks wait, and the engine goes on
+        problem = _problem(error)
+    problem = first_problem(rank, problem)
+    return None if problem else made, problem
 
 
 def _publisher(server_args: Any, params: Any) -> Callable[[Data], None] | None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,20 +41,19 @@ from kvcore.manager.base import Lane
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.manager.load_policy import Action
 from kvcore.model.ingredients import MediaIdentity
-from kvcore.model.points import PointShape
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data, MissReason
 from kvcore.transfer.graph import Span, TransferGraph
-from kvcore_vllm.due import RUN_TOKENS, DueRequests, decode_run
 from kvcore_vllm.fences import readers_of
 from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler, limit_reading
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
-from kvcore_vllm.points import NULL_PAGE, Candidates, of_states, of_windows, whole_points
+from kvcore_vllm.points import NULL_PAGE
 from kvcore_vllm.prefix_cache import PrefixCacheAge
 from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.requests import TrackedRequests
+from kvcore_vllm.saves import Saves
 from kvcore_vllm.tracked import Offer, Tracked
 from kvcore_vllm.unsent import failing_plan, take_saves, withdraw
 
@@ -103,8 +102,6 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._in_step = in_step
         # A state is of one token, so the draft's KV before it is taken as it is.
         self._lookahead = lookahead if model.point is None else min(lookahead, model.point.spare)
-        # vLLM then keeps the states of the boundary a page before, as its own cache resumes there.
-        self._pages_back = 2 if lookahead else 1
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
@@ -112,8 +109,10 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         controls = ControlReader(self.metrics)
         self._requests = TrackedRequests(identities, self._block, self._fusion, controls)
         self._unserved: dict[str, tuple[MissReason, int]] = {}  # looked up, and not scheduled yet
-        self._due = DueRequests()
-        self._decode_run = decode_run(self._block, model.single_group)
+        self._saves = Saves(
+            model, settings, self._block, self._paging, self._requests, self._save,
+            self._wanted_points, drafts=lookahead > 0,
+        )  # fmt: skip
         self._plan = StepPlan(open_tiers=open_tiers)
         self._load_pages: list[int] = []
         self._number = 0  # of the last plan
@@ -446,20 +445,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def build_connector_meta(self, output: SchedulerOutput) -> KVCoreMetadata:
         """Plan this step: saves of the blocks it completes, and fences for pages it reassigns."""
         self.manager.maintain()
-        due = self._due.take(output)
-        point = self._model.point
-        if point is not None and point.states:
-            self._save_states(output)
-            due = []
-        for request_id in due:
-            tracked = self._requests.get(request_id)
-            if tracked is None or not tracked.may_save or self.disabled:
-                continue
-            if point is None:
-                self._save_computed(tracked, output)
-            else:
-                self._save_windows(tracked, output, point)
         plan = self._plan
+        if not self.disabled:
+            self._saves.of_step(output, plan.late_saves.append)
         self._stamp(plan)
         spills, plan.cancel, plan.invalidate = self._outbox.take()
         plan.spills += spills
@@ -490,121 +478,6 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._number += 1
         plan.number, plan.weights = self._number, self._weights
         self._prefixes.since(self._number)
-
-    def _save_computed(self, tracked: Tracked, output: SchedulerOutput) -> None:
-        """Save the blocks that a request completes in this step, and note when it is due again.
-
-        While a request decodes, it is saved whenever another `_decode_run` of its blocks is
-        complete. The rest is saved when the request ends.
-        """
-        request = tracked.request
-        reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-        # Positions that are computed when this step ends, up to the last token whose id is known:
-        # with speculation and async scheduling the ids trail the positions.
-        computed = min(reached, request.num_tokens)
-        if not self._config.vllm.save_decode and computed > request.num_prompt_tokens:
-            return
-        blocks = tracked.exact_blocks(computed, self._block)
-        state = output.kv_connector_block_state
-        run = self._decode_run if computed > request.num_prompt_tokens else 1
-        if blocks // run > tracked.saved_blocks // run and state is not None:
-            pages = state.get_block_ids(request.request_id)
-            if pages is not None:
-                self._save_blocks(tracked, blocks, pages, self._plan.late_saves.append)
-        if tracked.exact_blocks(reached, self._block) < reached // self._block:
-            return  # what follows is approximate, and is never saved
-        run = self._decode_run if reached >= request.num_prompt_tokens else 1
-        missing = (tracked.saved_blocks // run + 1) * run * self._block - reached
-        self._due.again(request.request_id, max(missing, 1))
-
-    def _save_windows(self, tracked: Tracked, output: SchedulerOutput, point: PointShape) -> None:
-        """Save the resume points that a request reaches in this step, and their blocks.
-
-        vLLM drops the pages that a window has left after the step, so what the step reaches is
-        saved with it. `request_finished` saves the last point.
-        """
-        request, state, block = tracked.request, output.kv_connector_block_state, self._block
-        reached = request.num_computed_tokens + output.num_scheduled_tokens[request.request_id]
-        computed = min(reached, request.num_tokens)  # see `_save_computed`
-        most = tracked.control.savable(self._most_saved(request))
-        prompt = min(most, request.num_prompt_tokens) // block
-        span = range(tracked.saved_blocks + 1, min(computed, most) // block + 1)
-        step = max(point.most_rows, RUN_TOKENS // block)
-        pages: Any = None if state is None else state.get_block_ids(request.request_id)
-        found = of_windows(
-            span, prompt, tracked.hit, step, block,
-            lambda blocks: pages is not None and self._paging.sees(pages, blocks),
-        )  # fmt: skip
-        self._save_points(tracked, pages, found, {at: {} for at in found.offered})
-        ahead = [*found.ends, *found.junctions, (reached // (step * block) + 1) * step * block]
-        self._due.again(request.request_id, min(at - reached for at in ahead if at > reached))
-
-    def _save_states(self, output: SchedulerOutput) -> None:
-        """Save the resume points whose states this step leaves in a page, and their blocks.
-
-        vLLM names the page of each state that it keeps at a boundary. Blocks behind the last point
-        are of no use to anybody, and are not saved.
-        """
-        state = output.kv_connector_block_state
-        if state is None or self.disabled:
-            return
-        groups = self._model.groups
-        page_tokens = max(group.page_tokens for group in groups if group.of == "states")
-        back = self._pages_back * page_tokens
-        for request_id, offered in state.boundary_state_offloads.items():
-            tracked = self._requests.get(request_id)
-            pages = state.get_block_ids(request_id)
-            if tracked is None or not tracked.may_save or pages is None:
-                continue
-            most = tracked.control.savable(self._most_saved(tracked.request))
-            points = whole_points(offered, groups, self._block)
-            found = of_states(
-                sorted(at for at in points if at <= most),
-                tracked.request, tracked.hit, back, self._block,
-            )  # fmt: skip
-            self._save_points(tracked, pages, found, points)
-
-    def _save_points(
-        self,
-        tracked: Tracked,
-        pages: PageTables,
-        found: Candidates,
-        states: Mapping[int, Mapping[int, int]],
-    ) -> None:
-        """Save those of the candidates that ``points.policy`` wants.
-
-        ``states`` has the pages of the states at each of them.
-        """
-        if not found.offered:
-            return
-        kept = 0 if tracked.hit is None else tracked.hit.blocks * self._block
-        for boundary in self._wanted_points(*found, kept=max(tracked.last_point, kept)):
-            lane, blocks = self._plan.late_saves.append, boundary // self._block
-            if self._save_blocks(tracked, blocks, pages, lane, states[boundary]):
-                tracked.last_point = max(tracked.last_point, boundary)
-
-    def _most_saved(self, request: Request) -> int:
-        """Return how many tokens of a request may be saved at most."""
-        return request.num_tokens if self._config.vllm.save_decode else request.num_prompt_tokens
-
-    def _save_blocks(
-        self,
-        tracked: Tracked,
-        blocks: int,
-        pages: PageTables,
-        lane: Lane,
-        states: Mapping[int, int] | None = None,
-    ) -> bool:
-        """Save the first blocks of a request that no tier holds. Return True if a save began."""
-        if not self._requests.may_save(tracked):
-            return False
-        tracked.make_keys()
-        blocks = min(blocks, len(tracked.chain.keys))
-        tokens = None if tracked.extras else tracked.request._all_token_ids
-        known = tracked.saved_blocks
-        graph = self._save(tracked.chain, blocks, pages, tokens, lane, known=known, states=states)
-        tracked.saved_blocks = max(blocks, known)
-        return graph is not None
 
     def _fences(self, plan: StepPlan, output: SchedulerOutput) -> list[int]:
         """Return the saves that read a page to which this step, or a load in it, may write."""
@@ -680,7 +553,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         """Save the last full blocks. Returns the reply for the client, if it asked for one."""
         tracked = self._requests.end(request)
         self._unserved.pop(request.request_id, None)
-        self._due.forget(request.request_id)
+        self._saves.forget(request.request_id)
         if self._fusion is not None:
             self._fusion.forget(request.request_id)
         if tracked is None:
@@ -692,21 +565,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             if tracked.load is not None:
                 self.manager.cancel(tracked.load)
             return None
-        computed = min(request.num_computed_tokens, request.num_tokens)
-        in_flight = getattr(request, "num_in_flight_tokens", 0)
-        computed = min(computed, request.num_computed_tokens - in_flight)
-        if not self._config.vllm.save_decode:
-            computed = min(computed, request.num_prompt_tokens)
-        blocks = tracked.exact_blocks(computed, self._block)
-        point = self._model.point
-        states: dict[int, int] | None = None
-        if point is not None:
-            # vLLM offers no state at the end of an answer, and may have dropped a window's page.
-            states = {}
-            if point.states or not blocks or not self._paging.sees(pages, blocks):
-                blocks = 0
-        if blocks > tracked.saved_blocks and tracked.may_save and not self.disabled:
-            self._save_blocks(tracked, blocks, pages, self._plan.early_saves.append, states)
+        if not self.disabled:
+            self._saves.rest(tracked, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
         return self._handover.reply(
             request,

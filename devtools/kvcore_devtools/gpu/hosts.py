@@ -27,7 +27,8 @@ from unittest import mock
 from kvcore.memory.arena import HostArena
 from kvcore.memory.device import Device, Event, serve_devices
 from kvcore.memory.device_region import DeviceRegion
-from kvcore.transfer.engine import Executor, Issued, JoiningExecutor, OpPart, TransferEngine
+from kvcore.transfer.engine import TransferEngine
+from kvcore.transfer.executor import Executor, Issued, JoiningExecutor, OpPart
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.streams import CopyStreams, IssuedCopies
 from kvcore_devtools.gpu.clocks import Clock

@@ -68,7 +68,11 @@ PACKAGES: Mapping[str, Package] = {
         marks="not engine and not exhaustive",
     ),
     "vllm": Package(
-        ("adapters/vllm/kvcore_vllm/leader.py", "adapters/vllm/kvcore_vllm/worker_guard.py"),
+        (
+            "adapters/vllm/kvcore_vllm/leader.py",
+            "adapters/vllm/kvcore_vllm/saves.py",
+            "adapters/vllm/kvcore_vllm/worker_guard.py",
+        ),
         ("tests/adapters/vllm",),
     ),
     "sglang": Package(

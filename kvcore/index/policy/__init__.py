@@ -13,7 +13,6 @@ from kvcore.index.policy.s3fifo import S3FIFO
 
 __all__ = [
     "ARC",
-    "BUILTIN_ADMISSION",
     "BUILTIN_POINTS",
     "BUILTIN_POLICIES",
     "LFU",
@@ -36,11 +35,6 @@ BUILTIN_POLICIES: dict[str, type[EvictionPolicy]] = {
     policy.name: policy for policy in (LRU, LFU, ARC, S3FIFO, Priority)
 }
 """Eviction policies by the name used in the config."""
-
-BUILTIN_ADMISSION: dict[str, type[AdmissionFilter]] = {
-    admission.name: admission for admission in (Always, OnNthUse)
-}
-"""Admission filters by the name used in the config."""
 
 BUILTIN_POINTS: dict[str, type[PointPolicy]] = {
     policy.name: policy for policy in (SpacedPoints, EveryPoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from kvcore.errors import ConfigError
 
@@ -13,23 +12,15 @@ __all__ = ["AdmissionFilter", "Always", "OnNthUse"]
 class AdmissionFilter(ABC):
     """Decides on each use of a block that is not in the tier yet. Leader thread only."""
 
-    name: ClassVar[str]
-
     @abstractmethod
-    def admit(self, key: bytes, uses: int = 0) -> bool:
-        """Count one use, and return True if the block should be stored now.
-
-        ``uses`` is the number of uses that the caller knows of besides those this filter has
-        counted.
-        """
+    def admit(self, key: bytes) -> bool:
+        """Count one use, and return True if the block should be stored now."""
 
 
 class Always(AdmissionFilter):
     """Stores everything."""
 
-    name = "always"
-
-    def admit(self, key: bytes, uses: int = 0) -> bool:
+    def admit(self, key: bytes) -> bool:
         return True
 
 
@@ -42,8 +33,6 @@ class OnNthUse(AdmissionFilter):
     block is admitted late. Keys are hashes already, so their bytes index the rows.
     """
 
-    name = "on_nth_use"
-
     def __init__(self, n: int = 2, width: int = 1 << 20) -> None:
         if not 1 <= n <= 255:
             raise ConfigError(f"n must be 1 to 255, got {n}")
@@ -54,7 +43,7 @@ class OnNthUse(AdmissionFilter):
         self._rows = [bytearray(width) for _ in range(4)]
         self._fade_after = self._until_fade = 8 * width
 
-    def admit(self, key: bytes, uses: int = 0) -> bool:
+    def admit(self, key: bytes) -> bool:
         number = int.from_bytes(key, "little")
         cells = [(number >> 32 * i) & (self.width - 1) for i in range(4)]
         count = min(row[cell] for row, cell in zip(self._rows, cells, strict=True)) + 1
@@ -64,7 +53,7 @@ class OnNthUse(AdmissionFilter):
         self._until_fade -= 1
         if not self._until_fade:
             self._fade()
-        return count + uses >= self.n
+        return count >= self.n
 
     def _fade(self) -> None:
         halved = bytes(value // 2 for value in range(256))

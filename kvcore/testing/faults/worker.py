@@ -17,7 +17,7 @@ from kvcore.testing.faults.media import FaultyTier, into_disk
 from kvcore.testing.faults.plan import Fault, Faults, Seam
 from kvcore.tiers.base import Tier
 from kvcore.tiers.disk import DiskTier
-from kvcore.transfer.engine import Executor, Issued
+from kvcore.transfer.executor import Executor, Issued
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 from kvcore.worker.executors import DeviceCopy
 from kvcore.worker.worker import KVWorker

@@ -107,7 +107,6 @@ class StoreFinder(Finder):
         _log.error("deleting %d blocks from store %s is left undone", len(keys), self._name)
 
     def is_node_only(self, promise: Promise | None) -> bool:
-        """Return True if a query with this promise would be `StoreQuery.node_only`. No I/O."""
         return promise is not None and bool(promise.node) and self._store.has_nodes
 
     def ask(
@@ -132,28 +131,19 @@ class StoreFinder(Finder):
         return query
 
     def cancel(self, query: StoreQuery) -> None:
-        """Cancel a query. What it has found so far stays valid."""
         with self._changed:
             query.ended = True
             if query in self._open:
                 self._open.remove(query)
 
     def held(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return those of ``keys`` that the store holds completely. Blocks for a round trip.
-
-        Raises TierError if the store does not answer. Not for the leader: it asks.
-        """
         found = self._held(dict.fromkeys(keys), "")
         with self._changed:
             unwanted = set(self._unwanted)
         return found - self._pending.keys() - unwanted
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Start deleting blocks from the store, for all its users.
-
-        A failure is logged and retried when the store answers. Until the blocks are deleted,
-        lookups do not find them.
-        """
+        """Start deleting blocks. A failure is logged and retried when the store answers."""
         with self._changed:
             dead = self._threads[False].error is not None
             if not dead:
@@ -163,10 +153,6 @@ class StoreFinder(Finder):
             self._leave_deletes(keys)
 
     def wait(self, timeout: float) -> bool:
-        """Block until a query ends, at most ``timeout`` seconds.
-
-        Returns False if no query is open or none ended in time.
-        """
         with self._changed:
             if not self._open:
                 return False

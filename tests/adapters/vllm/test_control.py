@@ -14,7 +14,7 @@ from kvcore.model.keys import KeyChain
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
-from kvcore_vllm.leader import Leader
+from kvcore_vllm.saves import Saves
 from kvcore_vllm.tracked import Tracked
 from support.vllm_leader import BLOCK, PROMPT, LeaderRig, request
 
@@ -126,7 +126,7 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
     def save(self: Any, tracked: Tracked, blocks: int, *more: Any) -> None:
         saved.append(blocks * BLOCK)
 
-    monkeypatch.setattr(Leader, "_save_blocks", save)
+    monkeypatch.setattr(Saves, "_blocks", save)
     rig = LeaderRig()
     rig.side._points = EveryPoint()  # what may be saved is asked here, not what is worth it
     asking(rig, "r", {})
@@ -136,5 +136,5 @@ def test_a_resume_point_behind_what_may_be_saved_is_left(
     offered = {"r": [(1, 5, 64), (1, 6, 128)]}
     state = SimpleNamespace(boundary_state_offloads=offered, get_block_ids=lambda name: PAGES)
     output: Any = SimpleNamespace(kv_connector_block_state=state)
-    rig.side._save_states(output)
+    rig.side._saves._states(output, lambda graph: None)
     assert saved == points

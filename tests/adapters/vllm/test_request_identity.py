@@ -306,7 +306,7 @@ def test_a_save_waits_until_the_adapter_was_looked_at_again(found: str) -> None:
     tracked, saved = rig.side._requests["a"], []
 
     def save(blocks: int) -> None:
-        rig.side._save_blocks(tracked, blocks, PAGES.get_block_ids(), saved.append)
+        rig.side._saves._blocks(tracked, blocks, PAGES.get_block_ids(), saved.append)
 
     save(2)
     assert (saved, tracked.saved_blocks, tracked.may_save) == ([], 0, True)

@@ -205,9 +205,10 @@ class Rig:
             boundary_state_offloads={"r": list(offered)},
             get_block_ids=lambda name: self.pages() if pages is None else pages,
         )
-        self.leader._plan.late_saves.clear()
-        self.leader._save_states(SimpleNamespace(kv_connector_block_state=states))  # type: ignore[arg-type]
-        return list(self.leader._plan.late_saves)
+        saves: list[TransferGraph] = []
+        output = SimpleNamespace(kv_connector_block_state=states)
+        self.leader._saves._states(output, saves.append)  # type: ignore[arg-type]
+        return saves
 
     def end(self, graph: TransferGraph) -> None:
         for op in graph.ops:

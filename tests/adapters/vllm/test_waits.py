@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 
 from kvcore.connector.forward_timer import ForwardTimer
 from kvcore.connector.fusion_worker import RefusingFusionWorker
-from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore.transfer.graph import RowError
+from kvcore.transfer.path_queue import SAVES_ISSUED
 from kvcore_vllm.messages import StepPlan
 from kvcore_vllm.worker import WorkerConnector
 from support.manual_worker import SHAPE, ManualRig, manual_rig

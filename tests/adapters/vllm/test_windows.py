@@ -208,11 +208,10 @@ class Rig:
                 get_block_ids=lambda name: self.pages(computed, stop)
             ),
         )
-        self.leader._plan.late_saves.clear()
-        tracked = self.leader._requests.get(name)
+        tracked, saves = self.leader._requests.get(name), list[TransferGraph]()
         assert tracked is not None
-        self.leader._save_windows(tracked, output, self.model.point)  # type: ignore[arg-type]
-        return self.end(self.leader._plan.late_saves)
+        self.leader._saves._windows(tracked, output, self.model.point, saves.append)  # type: ignore[arg-type]
+        return self.end(saves)
 
     def end(self, graphs: list[TransferGraph]) -> list[TransferGraph]:
         for graph in graphs:
@@ -303,7 +302,7 @@ def test_a_request_is_looked_at_again_when_it_reaches_a_point() -> None:
     rig.ask(tokens=list(range(1, 1300)))
     rig.request.num_prompt_tokens = 100
     due: list[int] = []
-    rig.leader._due.again = lambda name, steps: due.append(steps)  # type: ignore[method-assign]
+    rig.leader._saves._due.again = lambda name, steps: due.append(steps)  # type: ignore[method-assign]
     rig.step(0, 90)
     rig.step(90, 11)
     assert due == [6, 256 - 101], "the last block of the prompt, and what the policy is offered"

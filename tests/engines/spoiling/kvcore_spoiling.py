@@ -21,7 +21,7 @@ from kvcore.connector.page_table import Paging
 from kvcore.errors import TransferError
 from kvcore.memory.points import PointCopies, PointMemory
 from kvcore.worker.executors import DeviceCopy
-from kvcore_vllm import leader
+from kvcore_vllm import saves
 
 ORDER = Path(os.environ["KVCORE_SPOIL"])
 
@@ -84,13 +84,13 @@ def _zero(graph: Any, first: int, rows: Sequence[int], points: PointCopies) -> N
 
 
 def _spoil_saves() -> None:
-    right, save = leader.whole_points, leader.Leader._save_states
+    right, save = saves.whole_points, saves.Saves._states
 
     @wraps(save)
-    def saving(self: Any, output: Any) -> None:
+    def saving(self: Any, output: Any, lane: Any) -> None:
         nonlocal step
         step = self._model.point.every * self._block
-        save(self, output)
+        save(self, output, lane)
 
     @wraps(right)
     def wrong(offered: Any, groups: Any, block: int) -> Any:
@@ -99,7 +99,7 @@ def _spoil_saves() -> None:
             found = {boundary - step: pages for boundary, pages in found.items() if boundary > step}
         return found
 
-    choose = leader.of_states
+    choose = saves.of_states
 
     @wraps(choose)
     def standing_out(*asked: Any) -> Any:
@@ -108,9 +108,9 @@ def _spoil_saves() -> None:
         return found._replace(ends=found.offered) if _order() == "earlier" else found
 
     step = 0
-    leader.Leader._save_states = saving  # type: ignore[method-assign]
-    leader.whole_points = wrong
-    leader.of_states = standing_out
+    saves.Saves._states = saving  # type: ignore[method-assign]
+    saves.whole_points = wrong
+    saves.of_states = standing_out
     table = Paging._windows
 
     @wraps(table)

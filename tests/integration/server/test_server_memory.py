@@ -21,6 +21,7 @@ from pathlib import Path
 from kvcore.errors import TierUnavailable
 from kvcore.server.runtime_dir import RuntimeDir, open_arena
 from kvcore.memory.hugepages import SharedPages
+from kvcore_devtools.memory_pages import huge_nbytes
 
 said = []
 logging.getLogger("kvcore.server").addHandler(type("", (logging.Handler,), {
@@ -33,7 +34,7 @@ file = open_arena(folder.path, "arena-1")
 with closing(SharedPages(file, nbytes)) as pages:
     zero = not any(pages.view)
     pages.view[-4:] = b"last"
-    found = {"huge": pages.huge, "huge_nbytes": pages.huge_nbytes()}
+    found = {"huge": pages.huge, "huge_nbytes": huge_nbytes(pages.view)}
 with closing(SharedPages(file, nbytes, huge=False)) as pages:
     found["kept"] = bytes(pages.view[-4:]).decode()
 try:

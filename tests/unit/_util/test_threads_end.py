@@ -13,8 +13,11 @@ import pytest
 from kvcore._util.threads import GuardedThread, InOrder, nobody_waits
 from kvcore.errors import CapacityError, TransferError
 from kvcore.testing.waiting import until
-from kvcore.transfer.engine import Issued, TransferEngine
+from kvcore.transfer.engine import TransferEngine
+from kvcore.transfer.executor import Issued
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp, UnitTable
+from kvcore.transfer.op_thread import OpThread
+from kvcore.transfer.path_queue import PathQueue
 from kvcore.transfer.plan import Chain, build_load
 
 ROOT = File(__file__).parents[3]
@@ -163,14 +166,23 @@ def test_without_a_second_thread_copies_are_waited_for_by_the_first(
         assert not ended(engine, number).failed
 
 
-@pytest.mark.parametrize("inside", ["_end", "_finish", "_advance", "_execute", "_taken"])
+@pytest.mark.parametrize(
+    ("part", "inside"),
+    [
+        (TransferEngine, "end"),
+        (TransferEngine, "_finish"),
+        (TransferEngine, "_advance"),
+        (OpThread, "_execute"),
+        (PathQueue, "_taken"),
+    ],
+)
 def test_an_error_of_the_engine_fails_what_it_has_and_names_the_thread(
-    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch, inside: str
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch, part: type, inside: str
 ) -> None:
     engines.append(engine := TransferEngine({Path.H2D: Host()}))
     engine.submit(graph(1))
     assert not ended(engine, 1).failed
-    real, raised = getattr(engine, inside), list[bool]()
+    real, raised = getattr(part, inside), list[bool]()
 
     def once(*given: object, **named: object) -> object:
         if not raised and threading.current_thread() is not threading.main_thread():
@@ -178,7 +190,7 @@ def test_an_error_of_the_engine_fails_what_it_has_and_names_the_thread(
             raise ValueError("planted")
         return real(*given, **named)
 
-    monkeypatch.setattr(engine, inside, once)
+    monkeypatch.setattr(part, inside, once)
     engine.submit(graph(2))
     assert engine.wait(2, WAIT_S), "who waits would wait for ever"
     until(lambda: engine.stopped)
@@ -195,7 +207,7 @@ def test_an_op_ends_only_when_its_copies_have(
     """They may still write to pages that the engine would give to others."""
     device = Device()
     engines.append(engine := TransferEngine({Path.H2D: device}))
-    monkeypatch.setattr(engine, "_end", boom)
+    monkeypatch.setattr(engine, "end", boom)
     engine.submit(graph(1))
     until(lambda: device.copies)
     assert not engine.wait(1, 0.05)

@@ -191,7 +191,6 @@ def test_a_gate_with_nothing_to_say_changes_nothing(world: Any) -> None:
     )
     assert torch.equal(gated.hidden, plain.hidden)
     assert [verdict.action for verdict in gated.verdicts] == [GateAction.GO_ON]
-    assert not gated.gave_up
     assert plain.verdicts == ()
 
 
@@ -200,7 +199,7 @@ def test_a_bound_of_nothing_is_a_full_prefill(world: Any) -> None:
 
     plan = world.plan()
     blended = world.make(plan).blend(ASKING, BUDGET, None, Gate(0.0))
-    assert blended.gave_up
+    assert blended.verdicts[-1].action is GateAction.FULL
     assert blended.verdicts[-1].ratio == 1.0
     assert all(len(rows) == 68 for rows in blended.computed)
     close(blended.logits, full(world, plan)[1][-1], 2e-3)

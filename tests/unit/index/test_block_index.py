@@ -225,18 +225,6 @@ def test_a_pin_on_a_dropped_block_still_protects_its_ancestors() -> None:
     index.check_integrity()
 
 
-def test_user_pins() -> None:
-    index = make(3)
-    store(index, "host", (0, 1))
-    assert index.pin_prefix(keys_of((0, 1, 1))) == 2
-    assert index.pin_prefix(keys_of((0, 1, 1))) == 2
-    assert index.pin_prefix(keys_of((1,))) == 0
-    assert index.evictions.evict("host", 9) == []
-    assert index.unpin_prefix(keys_of((0, 1, 1)))
-    assert not index.unpin_prefix(keys_of((0, 1, 1)))
-    assert len(index.evictions.evict("host", 9)) == 2
-
-
 def test_path_and_namespace() -> None:
     index = make()
     store(index, "host", (1, 0, 1))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvcore.errors import ConfigError
 from kvcore.index.policy import (
     ARC,
-    BUILTIN_ADMISSION,
     BUILTIN_POLICIES,
     LFU,
     LRU,
@@ -356,7 +355,6 @@ def test_ghost_is_a_bounded_fifo() -> None:
 
 def test_always() -> None:
     assert Always().admit(key(1))
-    assert set(BUILTIN_ADMISSION) == {"always", "on_nth_use"}
 
 
 @given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 4))
@@ -383,11 +381,6 @@ def test_nth_use_is_not_held_back_by_shared_counters() -> None:
     admission = OnNthUse(4, width=2)
     one, two = bytes(16), (1 << 32 | 1).to_bytes(16, "little")
     assert [admission.admit(key) for key in (one, one, one, two, one)] == [False] * 4 + [True]
-
-
-def test_nth_use_counts_what_the_caller_knows() -> None:
-    assert OnNthUse(2).admit(key(1), uses=1)
-    assert not OnNthUse(3).admit(key(1), uses=1)
 
 
 def test_nth_use_fades() -> None:

@@ -21,6 +21,7 @@ from kvcore.memory.hugepages import PAGE
 from kvcore.memory.pinned import PinnedRange
 from kvcore.model.shape import BlockShape
 from kvcore_devtools.gpu import Machine, RecordingDevice
+from kvcore_devtools.memory_pages import resident_nbytes
 
 torch = pytest.importorskip("torch")
 
@@ -162,7 +163,7 @@ def test_memory_is_faulted_in_until_it_is_not_wanted(stops: int | None) -> None:
     pages = hugepages.Pages(4 * hugepages.HUGE_PAGE + PAGE, huge=False)
     asked = itertools.count()
     pages.take(lambda: stops is None or next(asked) < stops)
-    found = pages.resident_nbytes()
+    found = resident_nbytes(pages.view)
     assert found == (pages.view.nbytes if stops is None else stops * hugepages.HUGE_PAGE)
     pages.close()
 
@@ -193,7 +194,7 @@ def test_memory_is_faulted_in_where_no_thread_can_be_started(
     pages = hugepages.Pages(2 * hugepages.HUGE_PAGE, huge=False)
     monkeypatch.setattr(threading.Thread, "start", refused)
     pages.take()
-    assert pages.resident_nbytes() == pages.view.nbytes
+    assert resident_nbytes(pages.view) == pages.view.nbytes
     pages.close()
 
 

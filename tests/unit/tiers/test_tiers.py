@@ -26,6 +26,7 @@ from kvcore.testing.tier_contract import Block, TierContract
 from kvcore.tiers.base import BlockRead, BlockRecord, Tier
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore
 from kvcore.tiers.memory import MemoryTier
+from kvcore_devtools.memory_pages import huge_nbytes, resident_nbytes
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
@@ -166,10 +167,10 @@ def test_memory_starts_on_a_huge_page_and_takes_nothing_until_touched() -> None:
     memory = Pages(8 * HUGE_PAGE)
     assert memory.address % HUGE_PAGE == 0
     assert memory.view.nbytes == 8 * HUGE_PAGE
-    assert memory.huge_nbytes() == 0
+    assert huge_nbytes(memory.view) == 0
     memory.view[HUGE_PAGE] = 1
     if memory.huge:
-        assert memory.huge_nbytes() in (0, HUGE_PAGE)  # 0 when the machine has none free
+        assert huge_nbytes(memory.view) in (0, HUGE_PAGE)  # 0 when the machine has none free
     memory.close()
     memory.close()
 
@@ -179,8 +180,10 @@ LARGE = replace(SHAPE, layers=512)  # 512 KiB: four to a huge page
 
 def until_resident(arena: HostArena, nbytes: int) -> None:
     limit = time.monotonic() + 120
-    while arena.resident_nbytes() < nbytes:
-        assert time.monotonic() < limit, f"of {nbytes} bytes only {arena.resident_nbytes()} came"
+    while resident_nbytes(arena.memory) < nbytes:
+        assert time.monotonic() < limit, (
+            f"of {nbytes} bytes only {resident_nbytes(arena.memory)} came"
+        )
         time.sleep(0.01)
 
 
@@ -208,10 +211,10 @@ def test_memory_is_given_no_further_than_it_is_about_to_be_used(
     arena = HostArena(LARGE, slots, prefault=2 * HUGE_PAGE)
     until_resident(arena, 2 * HUGE_PAGE)
     arena.reach([slots - 1])  # a staging slot: far from where slots are handed out
-    assert arena.resident_nbytes() < 4 * HUGE_PAGE
+    assert resident_nbytes(arena.memory) < 4 * HUGE_PAGE
     arena.reach([0, slots - 1, 2 * huge - 1])
     until_resident(arena, 4 * HUGE_PAGE)
-    assert arena.resident_nbytes() < 6 * HUGE_PAGE
+    assert resident_nbytes(arena.memory) < 6 * HUGE_PAGE
     for slot in range(slots):
         arena.reach([slot])
         until_resident(arena, min((slot + 1) * slot_bytes(LARGE) + 2 * HUGE_PAGE, arena.nbytes))
@@ -228,7 +231,7 @@ def test_memory_is_given_when_nobody_uses_it_or_little_is_left(
     for slot in range(48):
         arena.reach([slot])
         time.sleep(0.003)  # a thread that does not wait for calm has had its turn
-    assert arena.resident_nbytes() == ahead
+    assert resident_nbytes(arena.memory) == ahead
     arena.reach([48])
     until_resident(arena, 49 * slot_bytes(LARGE) + ahead)
     monkeypatch.setattr(host, "CALM_S", 0.001)
@@ -248,14 +251,14 @@ def test_an_arena_that_waits_to_be_used_can_be_closed() -> None:
 
 def test_memory_is_given_ahead_only_while_it_is_wanted() -> None:
     memory = Pages(8 * HUGE_PAGE)
-    before = memory.resident_nbytes()
+    before = resident_nbytes(memory.view)
     assert not memory.prefault(0, 8 * HUGE_PAGE, lambda: False)
-    assert memory.resident_nbytes() == before
+    assert resident_nbytes(memory.view) == before
     answers = iter([True, True, False])
     assert not memory.prefault(0, 8 * HUGE_PAGE, lambda: next(answers))
-    assert memory.resident_nbytes() - before == 2 * HUGE_PAGE
+    assert resident_nbytes(memory.view) - before == 2 * HUGE_PAGE
     assert memory.prefault(0, 8 * HUGE_PAGE, lambda: True)
-    assert memory.resident_nbytes() - before == 8 * HUGE_PAGE
+    assert resident_nbytes(memory.view) - before == 8 * HUGE_PAGE
     memory.close()
 
 
@@ -301,10 +304,10 @@ def test_no_memory_is_taken_ahead_where_little_is_left(
 ) -> None:
     monkeypatch.setattr(pages, "scarce", lambda nbytes: True)
     memory = Pages(2 * HUGE_PAGE)
-    before = memory.resident_nbytes()
+    before = resident_nbytes(memory.view)
     with caplog.at_level(logging.WARNING):
         assert not memory.prefault(0, 2 * HUGE_PAGE, lambda: True)
-    assert memory.resident_nbytes() == before
+    assert resident_nbytes(memory.view) == before
     assert "host.capacity" in caplog.text
 
 

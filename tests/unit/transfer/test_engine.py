@@ -16,14 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import CapacityError, TransferError
-from kvcore.transfer.engine import (
-    BYTES_ISSUED,
-    SAVES_ISSUED,
-    OpPart,
-    OpState,
-    OpTiming,
-    TransferEngine,
-)
+from kvcore.transfer.active import OpState
+from kvcore.transfer.engine import TransferEngine
+from kvcore.transfer.executor import OpPart
 from kvcore.transfer.graph import (
     COPY_BYTES,
     SKIP,
@@ -36,6 +31,8 @@ from kvcore.transfer.graph import (
     TransferOp,
     UnitTable,
 )
+from kvcore.transfer.op_thread import OpThread, OpTiming
+from kvcore.transfer.path_queue import BYTES_ISSUED, SAVES_ISSUED
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, layer_steps
 
 WAIT = 20.0
@@ -777,7 +774,7 @@ def test_an_error_of_the_engine_ends_all_that_were_joined(
     if at == "_finish":
         monkeypatch.setattr(rig.engine, "_finish", broken)
     else:
-        monkeypatch.setattr(rig.engine, "_execute_joined", None)
+        monkeypatch.setattr(OpThread, "_execute_joined", None)
     rig.end_all()
     failed = {r.graph_id: r.failed for r in rig.engine.poll() if r.op_id == 0}
     assert set(failed) >= set(range(4)), "somebody waits for it for ever"

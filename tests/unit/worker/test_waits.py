@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore.testing.waiting import until
-from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore.transfer.graph import RowError
+from kvcore.transfer.path_queue import SAVES_ISSUED
 from kvcore_devtools.gpu.machine import STEP_S
 from support.manual_worker import PAGES, SHAPE, SLOTS, ManualRig, manual_rig
 
@@ -152,7 +152,7 @@ def test_what_a_failed_op_has_issued_has_ended_with_it(rig: ManualRig) -> None:
 
 def test_the_time_of_a_copy_leaves_out_what_it_waited_for(rig: ManualRig) -> None:
     timings: list[float] = []
-    rig.worker.engine._observer = lambda timing: timings.append(timing.seconds)
+    rig.worker.engine._threads[0]._timings._observer = lambda timing: timings.append(timing.seconds)
     for _ in range(50):
         rig.compute(lambda: None)
     loads = [rig.load(1, page=1, slot=0), rig.load(2, page=2, slot=0)]
