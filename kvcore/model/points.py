@@ -22,8 +22,9 @@ rows have the states. These are one run of bytes, layer after layer, which is cu
     states   │  layer 0  │  layer 1  │  layer 2  │
     rows     │     p0      │     p1      │  p2 ░░│      the end of the last row is not used
 
-The rows of the other windows follow, from the boundary backwards, each with whole layers of one block:
-``w2 w1``. So a row is the same at any boundary, and near the start of a prompt there are fewer.
+The rows of the other windows follow, from the boundary backwards, each with whole layers of one
+block: ``w2 w1``. Such a row is the same at any boundary, and near the start of a prompt there are
+fewer.
 
 A point is found by its last row: a row can be in a tier only if all rows before it are.
 """

@@ -333,7 +333,7 @@ def packed_identity(
     }
     if windows:
         found["windows"] = [
-            [window.before + 1, window.page_tokens, *zip(window.names, window.page_nbytes)]
+            [window.before + 1, window.page_tokens, window.names, window.page_nbytes]
             for window in windows
         ]
     return found

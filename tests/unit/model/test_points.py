@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.model.points import (
+    PageWindow,
     PointShape,
     StateGroup,
     WindowGroup,
@@ -95,6 +96,23 @@ def test_two_groups_by_hand() -> None:
         (1, 2, 1, 3, 0, 2, 0),
         (1, 0, 0, 0, 2, 3, 0),
     ]
+
+
+def test_pages_of_windows_lie_behind_the_states_the_last_page_first() -> None:
+    window = PageWindow(2, ("a", "b"), 4, (5, 2), before=6, spare=1)
+    point = PointShape((StateGroup(1, ("s",), 3),), 8, 1, page_windows=(window,))
+    assert (window.pages, window.tokens) == (2, 8)
+    assert (point.run_nbytes, point.state_rows, point.most_rows) == (17, 3, 3)
+    assert [tuple(piece) for piece in point.pieces()] == [
+        (0, 1, 0, 0, 0, 3, 0),
+        (0, 2, 0, 0, 3, 5, 0),
+        (1, 2, 1, 0, 0, 2, 0),
+        (1, 2, 0, 0, 2, 5, 1),
+        (1, 2, 1, 0, 7, 1, 1),
+        (2, 2, 1, 1, 0, 1, 1),
+    ]
+    assert point.spare == 0, "a state is of one token"
+    assert PointShape((), 8, 1, page_windows=(window,)).spare == 2
 
 
 @given(shapes(), st.integers(0, 40))
