@@ -177,10 +177,6 @@ def _check_kinds(group: Any, why: str, served: Sequence[type]) -> None:
             raise UnsupportedError(
                 f"{why} beside a window that vLLM computes again after each hit (bounded_replay)"
             )
-        if getattr(spec, "extra_retained_tokens", 0):
-            raise UnsupportedError(
-                f"{why} beside a window that drafts begin before (extra_retained_tokens)"
-            )
 
 
 def packed_view(
