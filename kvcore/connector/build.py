@@ -33,7 +33,7 @@ from kvcore.index.policy import PointPolicy, SpacedPoints
 from kvcore.manager import Transport
 from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.memory.layout import KVView
-from kvcore.memory.points import StatePages, WindowPages
+from kvcore.memory.points import RawPages, StatePages, WindowPages
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
 from kvcore.runtime.build import ManagerParts, WorkerParts
@@ -247,19 +247,22 @@ def build_worker(
     views: Sequence[KVView],
     states: StatePages | None = None,
     windows: WindowPages | None = None,
+    pages: RawPages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank``, over its own arena or over a server's.
 
-    See `kvcore.runtime.build.build_worker` for ``views``, ``states``, ``windows`` and the errors
-    raised.
+    See `kvcore.runtime.build.build_worker` for ``views``, ``states``, ``windows``, ``pages`` and
+    the errors raised.
     """
     if config.server.address is None:
-        return runtime.build_worker(config, model, rank, views, states=states, windows=windows)
+        return runtime.build_worker(
+            config, model, rank, views, states=states, windows=windows, pages=pages
+        )
     from kvcore.server.worker import ServedWorker
 
     served = partial(ServedWorker, served=config, model=model, rank=rank)
     return runtime.build_worker(
-        config, model, rank, views, served=served, states=states, windows=windows
+        config, model, rank, views, served=served, states=states, windows=windows, pages=pages
     )
 
 

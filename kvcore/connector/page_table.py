@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcore.model.points import PointShape
+from kvcore.model.points import PageWindow, PointShape
 from kvcore.model.spec import LayerGroup
 from kvcore.transfer.graph import SKIP, OpReport, TransferGraph, UnitTable
 
@@ -174,14 +174,16 @@ class Paging:
         With ``stop`` the model goes on at this token, and has the tokens before ``start``.
         """
         assert self._point is not None
-        for window in self._point.windows:
+        for window in self._point.seen:
             group = self._groups[window.group]
             unit, size = gcd(group.page_tokens, self._block_tokens), self._block_tokens
-            first = max(blocks - window.blocks, 0) * size
+            first = max(blocks * size - window.tokens, 0)
             begin = first if stop is None else max(first, start, stop - window.before)
             end = blocks * size if stop is None else stop
-            table = self._table(group, pages[group.index], first // size, blocks, 0).array().ravel()
-            if (table[(begin - first) // unit : -(-(end - first) // unit)] == SKIP).any():
+            block, own = first // size, pages[group.index]
+            table = self._table(group, own, block, blocks, 0).array().ravel()
+            before = block * size
+            if (table[(begin - before) // unit : -(-(end - before) // unit)] == SKIP).any():
                 return False
         return True
 
@@ -205,11 +207,14 @@ class Paging:
         point: PointPages | None,
     ) -> UnitTable:
         """Return the table of a group of windows: units of a block for each of its own rows."""
+        assert self._point is not None
+        for window in self._point.page_windows:
+            if window.group == group.index:
+                return self._last_pages(window, group, pages, blocks, from_token, point)
         unit = gcd(group.page_tokens, self._block_tokens)
         rows = 0 if point is None else point.rows
         units = np.full((blocks + rows, self._block_tokens // unit), SKIP, dtype=np.int64)
         if point is not None:
-            assert self._point is not None
             stop, before = point.blocks, self._point.rows(point.blocks) - rows
             first = max(stop - max(part.blocks for part in self._point.windows), 0)
             known = self._table(group, pages, first, stop, from_token).array()
@@ -218,6 +223,30 @@ class Paging:
                 if part.group == group.index:
                     units[blocks + row - before] = known[stop - 1 - part.distance - first]
         return UnitTable.of(units, unit)
+
+    def _last_pages(
+        self,
+        window: PageWindow,
+        group: LayerGroup,
+        pages: Sequence[int],
+        blocks: int,
+        from_token: int,
+        point: PointPages | None,
+    ) -> UnitTable:
+        """Return the table of a `PageWindow`: its last pages, from the boundary backwards.
+
+        Each row of states and pages has all of them, as it may hold bytes of any.
+        """
+        assert self._point is not None
+        rows = 0 if point is None else point.rows
+        units = np.full((blocks + rows, window.pages), SKIP, dtype=np.int64)
+        if point is not None:
+            before = self._point.rows(point.blocks) - rows
+            first = max(point.blocks - -(-window.tokens // self._block_tokens), 0)
+            known = self._table(group, pages, first, point.blocks, from_token).array().ravel()
+            last = known[::-1][: window.pages]
+            units[blocks : blocks + max(self._point.state_rows - before, 0), : len(last)] = last
+        return UnitTable.of(units, group.page_tokens)
 
     def pages_of(self, units: Iterable[UnitTable]) -> list[int]:
         """Return every page that contains a copied unit, numbered by ``place``, ascending."""

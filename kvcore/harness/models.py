@@ -35,11 +35,14 @@ from typing import Any
 
 from kvcore.errors import FormatError, UnsupportedError
 from kvcore.harness.architectures import ARCHITECTURES, CONFIGS, Shape, spread
+from kvcore.harness.deepseek_v4 import CONFIG as DEEPSEEK_V4
+from kvcore.harness.deepseek_v4 import weights
 
 __all__ = [
     "ARCHITECTURES",
     "model_cache",
     "smollm2",
+    "tiny_deepseek_v4",
     "tiny_eagle",
     "tiny_llama",
     "tiny_lora",
@@ -223,6 +226,18 @@ def tiny_mtp(model: Path, *, seed: int = 6, cache_dir: Path | None = None) -> Pa
     digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
     return _made_once(
         root / f"tiny-mtp-{digest}-r{REVISION}", lambda folder: _write_mtp(folder, model, seed)
+    )
+
+
+def tiny_deepseek_v4(*, seed: int = 0, cache_dir: Path | None = None) -> Path:
+    """Make a random DeepSeek V4 of four layers in the cache, and return its folder.
+
+    It has no tokenizer, and 512 tokens. See `kvcore.harness.deepseek_v4`.
+    """
+    root = cache_dir or model_cache()
+    return _made_once(
+        root / f"tiny-deepseek_v4-{seed}-r{REVISION}",
+        lambda folder: _write_deepseek_v4(folder, seed),
     )
 
 
@@ -446,6 +461,13 @@ def _write_mtp(folder: Path, model: Path, seed: int) -> None:
         tensors[f"mtp.{name}.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+
+
+def _write_deepseek_v4(folder: Path, seed: int) -> None:
+    from safetensors.torch import save_file
+
+    save_file(weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V4, indent=1))
 
 
 def _main(arguments: list[str] | None = None) -> int:

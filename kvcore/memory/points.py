@@ -1,6 +1,6 @@
 """Views of resume points: an engine's pages of states and windows, and rows of the arena.
 
-A piece of a layer's state (`kvcore.model.points`) is one run of bytes on both sides. It is
+A piece of a layer's state or page (`kvcore.model.points`) is one run of bytes on both sides. It is
 described as a plane of uint8 with one token and one head, so that `copy_blocks` copies it like KV.
 A row of a window is a block of some layers.
 """
@@ -23,6 +23,7 @@ __all__ = [
     "NO_POINTS",
     "PointCopies",
     "PointMemory",
+    "RawPages",
     "RowCopy",
     "StatePages",
     "WindowCopy",
@@ -37,19 +38,27 @@ StatePages = Mapping[int, Sequence["torch.Tensor"]]
 WindowPages = Mapping[int, KVView]
 """By group, the pages of its layers with a window."""
 
+RawPages = Mapping[int, Sequence["torch.Tensor"]]
+"""By group of `PageWindow`, for each of its layers, the pages as bytes, [pages, bytes of a page].
+
+They are as `kvcore.memory.runs.byte_pages` returns them.
+"""
+
 
 @dataclass(frozen=True)
 class RowCopy:
     """What row ``row`` of every point holds of one group: ``pages``, and the run in the row.
 
     A unit of ``pages`` is a page of the engine's table ``group``. ``pieces`` are the parts of the
-    row, in the order of the planes of ``pages``.
+    row, in the order of the planes of ``pages``. All are of the page that is ``page`` pages before
+    the last one of a window.
     """
 
     row: int
     group: int
     pages: KVView
     pieces: tuple[Piece, ...]
+    page: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,16 +87,18 @@ class WindowCopy:
 
 @dataclass(frozen=True)
 class PointCopies:
-    """All that a rank copies of a resume point."""
+    """All that a rank copies of a resume point. ``pages`` are those of each `PageWindow`."""
 
     states: Sequence[RowCopy] = ()
     windows: Sequence[WindowCopy] = ()
+    pages: Sequence[RowCopy] = ()
 
     def in_memory(self, arena: KVView, place: SlotPlace) -> PointMemory:
         """Return the views of an arena that belong to these copies, in the same order."""
         return PointMemory(
             [row_view(arena, place, part.pieces) for part in self.states],
             [part.memory(arena, place) for part in self.windows],
+            [row_view(arena, place, part.pieces) for part in self.pages],
         )
 
 
@@ -101,14 +112,22 @@ class PointMemory:
 
     states: Sequence[KVView]
     windows: Sequence[KVView]
+    pages: Sequence[KVView] = ()
 
 
-def point_copies(point: PointShape, states: StatePages, windows: WindowPages) -> PointCopies:
+def point_copies(
+    point: PointShape, states: StatePages, windows: WindowPages, pages: RawPages | None = None
+) -> PointCopies:
     """Return what a rank copies of each point.
 
     Raises LayoutError if the engine's states are not as ``point`` says.
     """
-    return PointCopies(row_copies(point, states), _window_copies(point, windows))
+    rows, own = row_copies(point, states, pages), {state.group for state in point.states}
+    return PointCopies(
+        [part for part in rows if part.group in own],
+        _window_copies(point, windows),
+        [part for part in rows if part.group not in own],
+    )
 
 
 def _window_copies(point: PointShape, pages: WindowPages) -> list[WindowCopy]:
@@ -127,24 +146,27 @@ def _window_copies(point: PointShape, pages: WindowPages) -> list[WindowCopy]:
     ]
 
 
-def row_copies(point: PointShape, pages: StatePages) -> list[RowCopy]:
-    """Return what each row of a point holds, by row and group.
+def row_copies(
+    point: PointShape, states: StatePages, pages: RawPages | None = None
+) -> list[RowCopy]:
+    """Return what each row of a point holds of states and page windows, by row, group and page.
 
     Raises LayoutError if the engine's states are not as ``point`` says.
     """
     raw = {
         state.group: [
             _bytes_of(tensor, state.nbytes, name)
-            for name, tensor in zip(state.names, pages[state.group], strict=True)
+            for name, tensor in zip(state.names, states[state.group], strict=True)
         ]
         for state in point.states
     }
-    found: dict[tuple[int, int], list[Piece]] = {}
+    raw |= {window.group: list((pages or {})[window.group]) for window in point.page_windows}
+    found: dict[tuple[int, int, int], list[Piece]] = {}
     for piece in point.pieces():
-        found.setdefault((piece.row, piece.group), []).append(piece)
+        found.setdefault((piece.row, piece.group, piece.page), []).append(piece)
     return [
-        RowCopy(row, group, _pages_view(raw[group], pieces), tuple(pieces))
-        for (row, group), pieces in found.items()
+        RowCopy(row, group, _pages_view(raw[group], pieces), tuple(pieces), page)
+        for (row, group, page), pieces in found.items()
     ]
 
 

@@ -5,6 +5,8 @@ A *block* has what every later token needs of its own tokens. Some layers keep s
 - a *state* (Mamba, gated delta net, short convolution), which each token overwrites;
 - the KV of a *window*: a token sees the last W tokens, and no later one needs what is before.
 
+The pages of a window may have a format that only the engine knows (`kvcore.model.packed`).
+
 A *resume point* is the states and the ends of the windows at one boundary between two blocks. The
 model can go on only there:
 
@@ -20,8 +22,9 @@ rows have the states. These are one run of bytes, layer after layer, which is cu
     states   │  layer 0  │  layer 1  │  layer 2  │
     rows     │     p0      │     p1      │  p2 ░░│      the end of the last row is not used
 
-The rows of the windows follow, from the boundary backwards, each with whole layers of one block:
-``w2 w1``. So a row is the same at any boundary, and near the start of a prompt there are fewer.
+The rows of the other windows follow, from the boundary backwards, each with whole layers of one
+block: ``w2 w1``. Such a row is the same at any boundary, and near the start of a prompt there are
+fewer.
 
 A point is found by its last row: a row can be in a tier only if all rows before it are.
 """
@@ -38,6 +41,7 @@ from kvcore.model.keys import KEY_BYTES
 from kvcore.model.shape import BlockShape
 
 __all__ = [
+    "PageWindow",
     "Piece",
     "PointCounts",
     "PointRows",
@@ -132,6 +136,45 @@ class WindowGroup:
         """The most blocks of a point: those before a boundary that the next token may see."""
         return -(-(self.before + self.spare) // self.shape.block_tokens)
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a point."""
+        return self.blocks * self.shape.block_tokens
+
+
+@dataclass(frozen=True)
+class PageWindow:
+    """Layers with a window that share one page table, in pages that only the engine can read.
+
+    A point has their last pages before the boundary as they are. ``page_tokens`` is the size of a
+    page in tokens, and ``page_nbytes`` the bytes of a page of each layer, on each rank. The other
+    fields are those of `WindowGroup`.
+    """
+
+    group: int
+    names: tuple[str, ...]
+    page_tokens: int
+    page_nbytes: tuple[int, ...]
+    before: int
+    spare: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = (self.page_tokens, self.before, *self.page_nbytes)
+        if not self.names or len(self.names) != len(self.page_nbytes) or min(sizes) < 1:
+            raise LayoutError(f"not a group of layers with a window: {self}")
+        if self.spare < 0:
+            raise LayoutError(f"not a group of layers with a window: {self}")
+
+    @property
+    def pages(self) -> int:
+        """The pages of a point: those before a boundary that the next token may see."""
+        return -(-(self.before + self.spare) // self.page_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a point."""
+        return self.pages * self.page_tokens
+
 
 class WindowRow(NamedTuple):
     """What one row of a point has of a window: ``layers`` of one block.
@@ -146,9 +189,10 @@ class WindowRow(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """``nbytes`` bytes of one layer's state, from ``offset`` on, that lie in a row of a point.
+    """``nbytes`` bytes of one layer's state or page, from ``offset`` on, in a row of a point.
 
     ``layer`` is a position in the group's names, and ``at`` the place of the bytes in the row.
+    ``page`` counts the pages of a window between this one and the boundary.
     """
 
     row: int
@@ -157,6 +201,7 @@ class Piece(NamedTuple):
     offset: int
     at: int
     nbytes: int
+    page: int = 0
 
 
 class PointRows:
@@ -168,7 +213,7 @@ class PointRows:
     every: int
     """The blocks between two boundaries at which the engine can have a point."""
     state_rows: int
-    """The number of rows of the states, which come first."""
+    """The number of rows of the states and of pages of windows, which come first."""
     window_sizes: tuple[tuple[int, int], ...]
     """For each group with a window, the most blocks of a point, and the rows of one block."""
 
@@ -213,20 +258,22 @@ class PointShape(PointRows):
     """The resume points of a model, the same on every rank.
 
     ``states`` are the groups in the order of their bytes, and ``row_nbytes`` the bytes of a row on
-    one rank. ``windows`` are the groups with a window.
+    one rank. ``windows`` are the groups with a window, and ``page_windows`` those of them whose
+    pages only the engine can read.
     """
 
     states: tuple[StateGroup, ...]
     row_nbytes: int
     every: int
     windows: tuple[WindowGroup, ...] = ()
+    page_windows: tuple[PageWindow, ...] = ()
     state_rows: int = field(init=False, repr=False, compare=False)
     window_sizes: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = [self.row_nbytes, self.every, *(state.nbytes for state in self.states)]
         named = all(state.names for state in self.states)
-        if not (self.states or self.windows) or min(sizes) < 1 or not named:
+        if not (self.states or self.seen) or min(sizes) < 1 or not named:
             raise LayoutError(f"not the shape of a resume point: {self}")
         for window in self.windows:
             if window.shape.layer_nbytes > self.row_nbytes:
@@ -235,7 +282,7 @@ class PointShape(PointRows):
                     f"more than the {self.row_nbytes} of all layers without one"
                 )
         counts = tuple((w.blocks, len(self._layers_of_rows(w))) for w in self.windows)
-        object.__setattr__(self, "state_rows", -(-self.state_nbytes // self.row_nbytes))
+        object.__setattr__(self, "state_rows", -(-self.run_nbytes // self.row_nbytes))
         object.__setattr__(self, "window_sizes", counts)
 
     @property
@@ -243,12 +290,17 @@ class PointShape(PointRows):
         """How many tokens before the boundary of a point the model may go on."""
         if self.states:
             return 0  # a state is of one token
-        return min(w.blocks * w.shape.block_tokens - w.before for w in self.windows)
+        return min(window.tokens - window.before for window in self.seen)
 
     @property
-    def state_nbytes(self) -> int:
-        """Bytes of all states of a point on one rank."""
-        return sum(len(state.names) * state.nbytes for state in self.states)
+    def run_nbytes(self) -> int:
+        """Bytes of the states and pages of windows of a point on one rank."""
+        return sum(nbytes for *_, nbytes in self._run())
+
+    @property
+    def seen(self) -> tuple[WindowGroup | PageWindow, ...]:
+        """All groups with a window."""
+        return (*self.windows, *self.page_windows)
 
     @cached_property
     def window_rows(self) -> tuple[WindowRow, ...]:
@@ -270,13 +322,22 @@ class PointShape(PointRows):
         return [range(start, min(start + most, layers)) for start in range(0, layers, most)]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield where each byte of a point's states is, in order."""
+        """Yield where each byte of a point's states and pages of windows is, in order."""
         place = 0
+        for group, layer, page, nbytes in self._run():
+            offset = 0
+            while offset < nbytes:
+                row, at = divmod(place, self.row_nbytes)
+                size = min(nbytes - offset, self.row_nbytes - at)
+                yield Piece(row, group, layer, offset, at, size, page)
+                place, offset = place + size, offset + size
+
+    def _run(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the group, layer, page and bytes of each part of the run that is cut into rows."""
         for state in self.states:
             for layer in range(len(state.names)):
-                offset = 0
-                while offset < state.nbytes:
-                    row, at = divmod(place, self.row_nbytes)
-                    size = min(state.nbytes - offset, self.row_nbytes - at)
-                    yield Piece(row, state.group, layer, offset, at, size)
-                    place, offset = place + size, offset + size
+                yield state.group, layer, 0, state.nbytes
+        for window in self.page_windows:
+            for page in range(window.pages):
+                for layer, nbytes in enumerate(window.page_nbytes):
+                    yield window.group, layer, page, nbytes

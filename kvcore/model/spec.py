@@ -98,14 +98,17 @@ class ModelDescription:
             self._check_packed(self.packed)
 
     def _check_packed(self, packed: PackedPages) -> None:
-        shape = self.shape
+        shape, point = self.shape, self.point
         nominal = packed.shape(shape.block_tokens, shape.kv_heads) == shape
-        sizes = {group.page_tokens for group in self.groups}
-        if not nominal or sizes != {packed.page_tokens} or self.point or len(self.stages) > 1:
+        sizes = {group.page_tokens for group in self.groups if group.of == "blocks"}
+        whole = all(shape.block_tokens % group.page_tokens == 0 for group in self.groups)
+        others = point is not None and bool(point.states or point.windows)
+        fits = nominal and whole and sizes == {packed.page_tokens}
+        if not fits or others or len(self.stages) > 1:
             raise LayoutError(
                 f"{packed} for blocks of {shape} in pages of {sorted(sizes)} tokens: kvcore serves "
-                "pages of the engine's own format in one size, without pipeline stages and without "
-                "resume points"
+                "pages of the engine's own format in one size, without pipeline stages, and beside "
+                "windows of the same format only"
             )
 
     def _check_point(self, point: PointShape) -> None:
@@ -115,7 +118,7 @@ class ModelDescription:
                 f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
                 "bytes on a rank: kvcore serves them on ranks with equal parts of a block"
             )
-        for name, parts in (("states", point.states), ("windows", point.windows)):
+        for name, parts in (("states", point.states), ("windows", point.seen)):
             groups = {part.group for part in parts}
             if groups != {i for i, group in enumerate(self.groups) if group.of == name}:
                 raise LayoutError(

@@ -36,7 +36,14 @@ from kvcore.memory.copy import DeviceOps, select_ops
 from kvcore.memory.device import device_of
 from kvcore.memory.device_group import DeviceGroup
 from kvcore.memory.layout import Arrangement, KVView
-from kvcore.memory.points import NO_POINTS, PointCopies, StatePages, WindowPages, point_copies
+from kvcore.memory.points import (
+    NO_POINTS,
+    PointCopies,
+    RawPages,
+    StatePages,
+    WindowPages,
+    point_copies,
+)
 from kvcore.memory.runs import PagesInBlock, SlotPlace
 from kvcore.model.keys import pack_tokens
 from kvcore.model.packed import PackedPages
@@ -421,12 +428,13 @@ def build_worker(
     served: Callable[..., KVWorker] | None = None,
     states: StatePages | None = None,
     windows: WindowPages | None = None,
+    pages: RawPages | None = None,
 ) -> WorkerParts:
     """Build the worker of ``rank`` and allocate its arena.
 
     ``views`` are the rank's pages: one view for each of the model's groups that has layers on this
-    rank, and no others. ``states`` and ``windows`` are its pages of resume points, if the model
-    keeps any.
+    rank, and no others. ``states``, ``windows`` and ``pages`` are its pages of resume points, if
+    the model keeps any.
     ``served`` makes a worker that copies to and from another process's memory
     instead; its own arena then has one slot.
 
@@ -437,7 +445,7 @@ def build_worker(
     own = served is None
     points = NO_POINTS
     if model.point is not None:
-        points = point_copies(model.point, states or {}, windows or {})
+        points = point_copies(model.point, states or {}, windows or {}, pages)
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
@@ -514,7 +522,11 @@ def _prepare(
         copied += [(pages, memory, 1) for pages, memory, _ in copied]
     rows = points.in_memory(arena, place)
     copied += [
-        (part.pages, memory, 1) for part, memory in zip(points.states, rows.states, strict=True)
+        (part.pages, memory, 1)
+        for part, memory in (
+            *zip(points.states, rows.states, strict=True),
+            *zip(points.pages, rows.pages, strict=True),
+        )
     ]
     copied += [
         (part.pages, memory, gcd(part.pages.layout.page_tokens, block_tokens))

@@ -16,7 +16,7 @@ from kvcore.memory.arena import HostArena
 from kvcore.memory.copy.base import DeviceOps
 from kvcore.memory.device_group import DeviceGroup
 from kvcore.memory.layout import KVView
-from kvcore.memory.points import NO_POINTS, PointCopies
+from kvcore.memory.points import NO_POINTS, PointCopies, RowCopy
 from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
@@ -110,20 +110,36 @@ class DeviceCopy:
         """Copy the rows of the resume point, whose row 0 is row ``first`` of the graph."""
         chosen = set(rows)
         self._copy_windows(graph, first, chosen, places)
-        for part, memory in zip(self._points.states, self._point_rows.states, strict=True):
-            row = first + part.row
-            if row not in chosen:
-                continue
-            page = graph.units[part.group].array()[row, :1]
-            if page[0] < 0:
+        points, memory = self._points, self._point_rows
+        for part, own in zip(points.states, memory.states, strict=True):
+            if (row := first + part.row) in chosen and not self._copy_row(
+                graph, part, own, row, places
+            ):
                 raise TransferError(f"graph {graph.graph_id}: row {row} has no page of its states")
-            slot = np.array([places[row]], dtype=np.int64)
-            if self._to_device:
-                self._ops.copy_blocks(memory, slot, part.pages, page)
-            else:
-                self._ops.copy_blocks(part.pages, page, memory, slot)
+        for part, own in zip(points.pages, memory.pages, strict=True):
+            if (row := first + part.row) in chosen:  # a page that the engine has, or never had
+                self._copy_row(graph, part, own, row, places)
         if self._to_device and self._points.states and first - 1 in chosen:
             self._zero_rest(graph, first - 1)
+
+    def _copy_row(
+        self,
+        graph: TransferGraph,
+        part: RowCopy,
+        memory: KVView,
+        row: int,
+        places: Sequence[int],
+    ) -> bool:
+        """Copy what row ``row`` of the graph holds of a page. Return False if there is no page."""
+        page = graph.units[part.group].array()[row, part.page : part.page + 1]
+        if page[0] == SKIP:
+            return False
+        slot = np.array([places[row]], dtype=np.int64)
+        if self._to_device:
+            self._ops.copy_blocks(memory, slot, part.pages, page)
+        else:
+            self._ops.copy_blocks(part.pages, page, memory, slot)
+        return True
 
     def _copy_windows(
         self, graph: TransferGraph, first: int, chosen: set[int], places: Sequence[int]

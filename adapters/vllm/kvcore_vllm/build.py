@@ -47,7 +47,7 @@ from kvcore_vllm.handover import Handover
 from kvcore_vllm.identity import draft_of, media_identity
 from kvcore_vllm.layout import group_view
 from kvcore_vllm.leader import Leader
-from kvcore_vllm.packed import packed_view
+from kvcore_vllm.packed import packed_view, raw_pages
 from kvcore_vllm.round_trip import verify
 from kvcore_vllm.worker import WorkerConnector
 
@@ -212,18 +212,22 @@ def build_worker_connector(
     else:
         views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
         _verify(config, vllm_config, groups, views, shape)
-    states, windows = None, {}
+    states, windows, pages = None, {}, {}
     if model.point is not None:
         states = {s.group: [kv_caches[name] for name in s.names] for s in model.point.states}
         windows = _windows(config, vllm_config, model.groups, model.point, kv_caches)
-    parts = build_worker(config, model, rank, views, states, windows)
+        pages = {
+            window.group: raw_pages(kv_caches, window.names, window.page_nbytes, num_blocks)
+            for window in model.point.page_windows
+        }
+    parts = build_worker(config, model, rank, views, states, windows, pages)
     worker = WorkerConnector(
         parts,
         _blends(config, vllm_config, model, parts),
         layer_of={n: i for g in groups for n, i in zip(g.names, g.layers, strict=True)},
         page_tokens=tuple(group.page_tokens for group in model.groups),
         clock=ForwardTimer(parts.worker.device),
-        follow_saves=bool(states) and bool(vllm_config.use_v2_model_runner),
+        follow_saves=bool(states or pages) and bool(vllm_config.use_v2_model_runner),
     )
     hooks = parts.plugins.attention(shape, rank)
     _hook_attention(vllm_config, model, hooks, worker, views[0].layout.page_tokens)

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -28,7 +28,14 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.engine import verdict
 from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity, packed_identity
-from kvcore_vllm.packed import PLAIN_QUANTISATION, packed_pages, why_packed
+from kvcore_vllm.packed import (
+    PLAIN_QUANTISATION,
+    all_latents,
+    packed_pages,
+    packed_windows,
+    page_window,
+    why_packed,
+)
 from kvcore_vllm.probes import STATES
 from kvcore_vllm.specs import first_specs, leaf_specs
 
@@ -80,7 +87,7 @@ def describe(
     if states and len({place[:2] for place in order}) < len(order):
         raise UnsupportedError(f"states beside two caches in a layer: {[n for *_, n in order]}")
     if why := "" if states else why_packed(vllm_config, kv_cache_config, order):
-        return _describe_packed(vllm_config, kv_cache_config, block_tokens, order, why)
+        return _describe_packed(vllm_config, kv_cache_config, block_tokens, dense_windows, why)
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config, windows, order)
     if stages:
@@ -134,29 +141,44 @@ def _describe_packed(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
     block_tokens: int,
-    order: Sequence[_Place],
+    dense: str,
     why: str,
 ) -> ModelDescription:
     """Return the description of a model whose pages are stored as they are, for the reason ``why``.
 
-    A block is raised to a whole number of pages. Raises UnsupportedError if kvcore cannot serve it.
+    A block is raised to a whole number of pages, also of layers with a window, whose last pages are
+    kept by resume points. Raises UnsupportedError if kvcore cannot serve it, or if there are such
+    layers and ``dense`` says why there can be no points.
     """
+    windows = packed_windows(kv_cache_config)
+    order = _layer_order(kv_cache_config, windows)
     names = [name for *_, name in order]
-    packed = packed_pages(vllm_config, kv_cache_config, names, why)
+    packed = packed_pages(vllm_config, kv_cache_config, names, why, windows)
+    if windows and dense:
+        raise UnsupportedError(f"{why} beside windows, which only resume points keep, and {dense}")
+    spare = max(lookahead(vllm_config), 1)  # see `_window_group`
+    seen = [page_window(vllm_config, kv_cache_config, index, spare) for index in windows]
     specs, ranks = first_specs(kv_cache_config), vllm_config.parallel_config.tensor_parallel_size
-    replicated = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
     identity = model_identity(
-        vllm_config, specs, packed=packed_identity(vllm_config, kv_cache_config, packed, names)
+        vllm_config,
+        [s for i, s in enumerate(specs) if i not in windows],
+        packed=packed_identity(vllm_config, kv_cache_config, packed, names, seen),
     )
+    unit = lcm(packed.page_tokens, *(window.page_tokens for window in seen))
+    block_tokens = -(-block_tokens // unit) * unit
     _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
-    return ModelDescription(
-        packed.shape(packed.block_tokens(block_tokens), 1 if replicated else ranks),
-        _groups(kv_cache_config, (), order),
+    plain = ModelDescription(
+        packed.shape(block_tokens, 1 if all_latents(specs) else ranks),
+        _groups(kv_cache_config, windows, order),
         identity.fingerprint,
         ranks,
         alone=identity.alone,
         packed=packed,
     )
+    if not windows:
+        return plain
+    row = plain.rank_shape(0).nbytes
+    return replace(plain, point=PointShape((), row, 1, page_windows=tuple(seen)))
 
 
 def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvcore.model.packed import PackedPages
+    from kvcore.model.points import PageWindow
 
 __all__ = [
     "WITHOUT_DRAFT",
@@ -60,6 +61,9 @@ _FORMATS = re.compile("ATT|MLA|ROCM|AITER|GEMM|FLASH|KV_CACHE_LAYOUT|CPU_(?!KVCA
 _ROPES_WRITTEN = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
 """Types of rope that vLLM's DeepSeek models write into their config while they load, for those that
 were there."""
+
+_V4 = "deepseek_v4"
+"""The type of a model of DeepSeek V4, in its config."""
 
 _WRITTEN_BY_DRAFTS = frozenset(
     {"draft_vocab_size", "image_token_index", "layer_types", "no_rope_layers", "target_layer_count"}
@@ -301,15 +305,17 @@ def packed_identity(
     kv_cache_config: KVCacheConfig,
     packed: PackedPages,
     names: Sequence[str],
+    windows: Sequence[PageWindow] = (),
 ) -> object:
     """Return what decides the format of pages that are stored as vLLM has them.
 
-    The leader knows the window of one layer of a group only, so that of the model is named too.
+    ``windows`` are the pages of layers with a window. The leader knows the window of one layer of a
+    group only, so that of the model is named too.
     """
     import vllm
 
     attention = vllm_config.attention_config
-    return {
+    found = {
         "vllm": vllm.__version__,
         "device": device_kind(),
         "settings": kv_fields(dataclasses.asdict(attention)),
@@ -318,13 +324,31 @@ def packed_identity(
             for name, value in sorted(os.environ.items())
             if name.startswith("VLLM_") and _FORMATS.search(name)
         },
-        "types": [str(vllm_config.cache_config.cache_dtype), str(vllm_config.model_config.dtype)],
+        "types": [_cache_type(vllm_config), str(vllm_config.model_config.dtype)],
         "layout": layout_of(vllm_config, kv_cache_config),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
         "window": vllm_config.model_config.get_sliding_window(),
         "tokens": packed.page_tokens,
         "pages": [[name, n] for name, n in zip(names, packed.page_nbytes, strict=True)],
     }
+    if windows:
+        found["windows"] = [
+            [window.before + 1, window.page_tokens, window.names, window.page_nbytes]
+            for window in windows
+        ]
+    return found
+
+
+def _cache_type(vllm_config: VllmConfig) -> str:
+    """Return vLLM's name of the type of its caches, the same in the scheduler and in the workers.
+
+    DeepSeek V4 has one format for 8 bits. Its workers write that name into their config while they
+    load the model.
+    """
+    told = str(vllm_config.cache_config.cache_dtype)
+    if getattr(vllm_config.model_config.hf_config, "model_type", "") != _V4:
+        return told
+    return "fp8_ds_mla" if told == "auto" or told.startswith("fp8") else told
 
 
 def device_kind() -> list[str]:
@@ -395,7 +419,7 @@ def _stored_type(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
     mode = spec.kv_quant_mode.name
     if mode == "NONE":
         return str(spec.dtype)
-    return f"{spec.dtype} {mode} {quantised_type(str(vllm_config.cache_config.cache_dtype))}"
+    return f"{spec.dtype} {mode} {quantised_type(_cache_type(vllm_config))}"
 
 
 def quantised_type(cache_dtype: str) -> str:

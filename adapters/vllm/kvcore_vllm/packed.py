@@ -2,6 +2,8 @@
 
 Such are two caches in a layer (latents and a sparse index), layers with unlike heads, values with
 their scales beside them, and packed latents. An index keeps the keys of a page, then their scales.
+Beside them there may be layers with a window: DeepSeek V4 has windows of latents, and of the states
+of its compressors. Resume points have the last pages of those.
 
 `kvcore.model.packed` says what a block of them is. The leader knows less of them than the workers:
 of layers that share a page table it sees one spec. So both derive what they need from what both
@@ -14,12 +16,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from kvcore.errors import UnsupportedError
 from kvcore.memory.layout import KVView
 from kvcore.memory.runs import byte_pages, whole_pages
 from kvcore.model.packed import PackedPages
+from kvcore.model.points import PageWindow
 from kvcore_vllm.specs import first_specs, leaf_specs, page_nbytes
 
 if TYPE_CHECKING:
@@ -28,13 +36,28 @@ if TYPE_CHECKING:
 
     from kvcore.model.spec import LayerGroup
 
-__all__ = ["PLAIN_QUANTISATION", "packed_pages", "packed_view", "why_packed"]
+__all__ = [
+    "PLAIN_QUANTISATION",
+    "all_latents",
+    "packed_pages",
+    "packed_view",
+    "packed_windows",
+    "page_window",
+    "raw_pages",
+    "why_packed",
+]
 
 PLAIN_QUANTISATION = ("NONE", "FP8_PER_TENSOR")
 """vLLM's modes whose pages hold K and V only. The other modes pack scales beside the values."""
 
 _SERVED = (FullAttentionSpec, MLAAttentionSpec)
 """Exact types: a subclass keeps something else in its pages (sinks, hidden states, a window)."""
+
+_WINDOWS = (SlidingWindowSpec, SlidingWindowMLASpec)
+"""Exact types of the caches of windows that may be beside them."""
+
+_LATENTS = (MLAAttentionSpec, SlidingWindowMLASpec)
+"""Types of caches that all tensor-parallel ranks keep alike."""
 
 
 def why_packed(
@@ -68,27 +91,47 @@ def why_packed(
     return "groups of layers with unlike heads or types" if len(kinds) > 1 else ""
 
 
+def packed_windows(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Return the groups whose layers have a window."""
+    specs = first_specs(kv_cache_config)
+    return tuple(index for index, spec in enumerate(specs) if type(spec) in _WINDOWS)
+
+
+def all_latents(specs: Sequence[Any]) -> bool:
+    """Return True if all ranks keep the same in the caches of these specs."""
+    return all(isinstance(spec, _LATENTS) for spec in specs)
+
+
 def packed_pages(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, names: Sequence[str], why: str
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    names: Sequence[str],
+    why: str,
+    windows: Sequence[int] = (),
 ) -> PackedPages:
     """Return the pages of the layers ``names`` on one rank. ``why`` is that of `why_packed`.
 
-    Raises UnsupportedError if vLLM keeps anything but whole pages of every token, or zeroes them.
+    The groups ``windows`` are not among them. Raises UnsupportedError if vLLM keeps anything but
+    whole pages of every token, or zeroes them.
     """
-    specs, groups = first_specs(kv_cache_config), kv_cache_config.kv_cache_groups
-    for group in groups:
-        _check_kinds(group, why)
+    groups = kv_cache_config.kv_cache_groups
+    specs = [s for i, s in enumerate(first_specs(kv_cache_config)) if i not in windows]
+    for index, group in enumerate(groups):
+        _check_kinds(group, why, _WINDOWS if index in windows else _SERVED)
+    if not specs:
+        raise UnsupportedError(f"{why}, and every layer has a window: nothing is left for blocks")
     sizes = {spec.block_size for spec in specs}
     if len(sizes) > 1:
         raise UnsupportedError(f"{why} in pages of {sorted(sizes)} tokens: kvcore serves one size")
-    if len({(spec.dtype, spec.kv_quant_mode) for spec in specs}) > 1:
+    if not windows and len({(spec.dtype, spec.kv_quant_mode) for spec in specs}) > 1:
         raise UnsupportedError(
             f"{why} in page tables of several precisions, whose pages vLLM zeroes within a step, "
             "in no order with the copies of a connector"
         )
     parallel = vllm_config.parallel_config
-    kinds = {type(spec) for group in groups for spec in leaf_specs(group)}
-    if parallel.tensor_parallel_size > 1 and len(kinds) > 1:
+    leaves = [spec for group in groups for spec in leaf_specs(group)]
+    mixed = len({isinstance(spec, _LATENTS) for spec in leaves}) > 1
+    if parallel.tensor_parallel_size > 1 and mixed:
         raise UnsupportedError(
             f"{why}, latents beside K and V, on {parallel.tensor_parallel_size} ranks: use 1"
         )
@@ -100,38 +143,62 @@ def packed_pages(
     return PackedPages(sizes.pop(), tuple(nbytes[name] for name in names))
 
 
-def _check_kinds(group: Any, why: str) -> None:
-    """Raise UnsupportedError if a group has a cache without whole pages of every token.
+def page_window(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, index: int, spare: int
+) -> PageWindow:
+    """Return what a resume point has of the group ``index``, with ``spare`` tokens more."""
+    names = tuple(sorted(kv_cache_config.kv_cache_groups[index].layer_names))
+    spec, nbytes = first_specs(kv_cache_config)[index], page_nbytes(vllm_config, kv_cache_config)
+    return PageWindow(
+        index,
+        names,
+        spec.block_size,
+        tuple(nbytes[name] for name in names),
+        spec.sliding_window - 1,
+        spare,
+    )
+
+
+def _check_kinds(group: Any, why: str, served: Sequence[type]) -> None:
+    """Raise UnsupportedError if a group has a cache of a kind that is not ``served``.
 
     The leader sees one spec of a group. A worker that sees another one refuses all work.
     """
     for spec in leaf_specs(group):
-        if type(spec) not in _SERVED:
+        if type(spec) not in served:
             raise UnsupportedError(
                 f"{why} beside a cache of type {type(spec).__name__}: kvcore serves full and "
-                "latent attention in pages of vLLM's own format"
+                "latent attention in pages of vLLM's own format, and windows of both"
             )
         unnamed = spec.dtype.itemsize == 1 and spec.kv_quant_mode.name == "NONE"
-        if unnamed and type(spec) is not MLAAttentionSpec:  # indexes and latents are named
+        if unnamed and not isinstance(spec, _LATENTS):  # indexes and latents are named
             raise UnsupportedError(f"KV of {spec.dtype} whose numbers have no known format")
+        if getattr(spec, "bounded_replay", False):
+            raise UnsupportedError(
+                f"{why} beside a window that vLLM computes again after each hit (bounded_replay)"
+            )
 
 
 def packed_view(
     kv_caches: Mapping[str, torch.Tensor], group: LayerGroup, packed: PackedPages, num_blocks: int
 ) -> KVView:
-    """Return the pages of one group's layers on this rank, as runs of bytes.
+    """Return the pages of one group's layers on this rank, as runs of bytes. See `raw_pages`."""
+    nbytes = [packed.page_nbytes[layer] for layer in group.layers]
+    return whole_pages(raw_pages(kv_caches, group.names, nbytes, num_blocks))
+
+
+def raw_pages(
+    kv_caches: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    nbytes: Sequence[int],
+    num_blocks: int,
+) -> list[torch.Tensor]:
+    """Return the pages of the layers ``names`` on this rank, [pages, bytes of a page] each.
 
     ``num_blocks`` is the number of vLLM's pages, which its kernels may have cut into smaller ones.
     Raises LayoutError if a page is not one run.
     """
-    return whole_pages(
-        [
-            byte_pages(
-                kv_caches[name],
-                packed.page_nbytes[layer],
-                name,
-                max(len(kv_caches[name]) // num_blocks, 1),
-            )
-            for name, layer in zip(group.names, group.layers, strict=True)
-        ]
-    )
+    return [
+        byte_pages(kv_caches[name], size, name, max(len(kv_caches[name]) // num_blocks, 1))
+        for name, size in zip(names, nbytes, strict=True)
+    ]

@@ -88,8 +88,9 @@ class Saves:
         states: dict[int, int] | None = None
         if point is not None:
             # vLLM offers no state at the end of an answer, and may have dropped a window's page.
-            states = {}
-            if point.states or not blocks or not self._paging.sees(pages, blocks):
+            # Where it zeroes pages for other layers, it may do so before this save is told.
+            states, zeroed = {}, bool(point.states or point.page_windows)
+            if zeroed or not blocks or not self._paging.sees(pages, blocks):
                 blocks = 0
         if blocks > tracked.saved_blocks and tracked.may_save:
             self._blocks(tracked, blocks, pages, lane, states)

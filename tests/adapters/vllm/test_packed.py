@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVQuantMode,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -27,10 +30,11 @@ from kvcore.harness.models import tiny_model
 from kvcore.model.spec import ModelDescription
 from kvcore_vllm.build import loads_layerwise
 from kvcore_vllm.describe import describe
-from kvcore_vllm.packed import packed_view
+from kvcore_vllm.packed import packed_view, raw_pages
 
 Specs = Mapping[str, Any]
 LAYERS, PAGES = 3, 5
+INT8 = KVQuantMode.INT8_PER_TOKEN_HEAD
 
 
 @cache
@@ -78,6 +82,52 @@ def sparse(dtype: Any = torch.bfloat16, **more: Any) -> Specs:
     )
 
 
+def window(tokens: int, dim: int, size: int, dtype: Any, **more: Any) -> Any:
+    """Return the spec of latents, or of a compressor's states, of the last ``size`` tokens."""
+    return SlidingWindowMLASpec(
+        block_size=tokens, num_kv_heads=1, head_size=dim, dtype=dtype, sliding_window=size,
+        max_tp_shards=1, **more,
+    )  # fmt: skip
+
+
+def deepseek_v4(dtype: Any = torch.uint8, **more: Any) -> Specs:
+    """Return specs as of DeepSeek V4's layers: one of windows only, one of each compression.
+
+    ``more`` is told of all windows. With bytes each token has 584, and pages are multiples of 576.
+    """
+    packed = dtype is torch.uint8
+    aligned = {"alignment": 576 if packed else 512}
+    named = {"cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4", **aligned}
+    if packed:
+        named |= {"state_content_bytes": 584, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+    ratios = (1, 4, 128)
+
+    def compressed(layer: int) -> Any:
+        ratio = ratios[layer]
+        told = {"block_size": 256, "tokens_per_state": ratio, "max_tp_shards": 1, **named}
+        return latent(512, dtype, **told) if ratio > 1 else None
+
+    def index(layer: int) -> Any:
+        told = {"block_size": 256, "tokens_per_state": 4, "max_tp_shards": 1, **aligned}
+        return latent(132, torch.uint8, **told) if ratios[layer] == 4 else None
+
+    def states(layer: int, dim: int) -> Any:
+        tokens, size, width = {1: (0, 0, 0), 4: (4, 8, 2), 128: (8, 128, 1)}[ratios[layer]]
+        told = {**aligned, **more}
+        return window(tokens, 2 * width * dim, size, torch.float32, **told) if size else None
+
+    return layers(
+        ("swa_cache", lambda _: window(64, 512, 128, dtype, **named, **more)),
+        ("indexer.k_cache", index),
+        ("attn", compressed),
+        (
+            "indexer.compressor.state_cache",
+            lambda layer: states(layer, 128) if ratios[layer] == 4 else None,
+        ),
+        ("compressor.state_cache", lambda layer: states(layer, 512)),
+    )
+
+
 PACKED = {
     "sparse": sparse(),
     "sparse fp8": sparse(torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
@@ -104,7 +154,7 @@ PACKED = {
 
 def planned(specs: Specs, made: VllmConfig) -> tuple[KVCacheConfig, KVCacheConfig]:
     """What vLLM tells a worker, and what it tells the scheduler."""
-    [worker] = get_kv_cache_configs(made, [dict(specs)], [8 << 20])
+    [worker] = get_kv_cache_configs(made, [dict(specs)], [64 << 20])
     return worker, generate_scheduler_kv_cache_config([worker])
 
 
@@ -163,6 +213,101 @@ def test_a_view_has_each_byte_of_each_page(kind: str, layout: str) -> None:
             content = caches[name][page].numpy()
             assert np.array_equal(data[page, : len(content)], content), name
             assert len(data[page]) == specs[name].page_size_bytes
+
+
+WINDOWED = {
+    "DeepSeek V4": (deepseek_v4(), 256, {64: 2, 4: 2, 8: 16}, 1),
+    "DeepSeek V4 in bfloat16": (deepseek_v4(torch.bfloat16), 256, {64: 2, 4: 2, 8: 16}, 1),
+    "8 bits with scales beside windows": (
+        layers(
+            ("attn", lambda layer: full(dtype=torch.uint8, kv_quant_mode=INT8) if layer else None),
+            (
+                "window",
+                lambda layer: None
+                if layer
+                else SlidingWindowSpec(
+                    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.uint8,
+                    kv_quant_mode=INT8, sliding_window=100,
+                ),
+            ),
+        ),
+        32,
+        {32: 4},
+        128 - 99,
+    ),
+}  # fmt: skip
+"""Specs, the tokens of a block, by the tokens of a window's page how many a point has, and how far
+before its boundary the model may go on."""
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_points_have_each_byte_of_the_last_pages_of_windows(kind: str) -> None:
+    """The leader is told one spec for all layers that share a page table."""
+    specs, block, pages, spare = WINDOWED[kind]
+    made = config("BLHNC")
+    worker, scheduler = planned(specs, made)
+    found = describe(made, worker, 16)
+    assert found == describe(made, scheduler, 16)
+    assert found.shape.block_tokens == block
+    assert found.point is not None
+    seen = found.point.page_windows
+    assert {window.page_tokens: window.pages for window in seen} == pages
+    assert found.point.spare == spare
+    caches = memory(worker, specs)
+    names = [name for group in found.groups for name in group.names]
+    for window in seen:
+        raw = raw_pages(caches, window.names, window.page_nbytes, worker.num_blocks)
+        for name, whole in zip(window.names, raw, strict=True):
+            names.append(name)
+            assert whole.shape == (worker.num_blocks, specs[name].page_size_bytes)
+            content = caches[name]
+            assert torch.equal(whole[:, : content.shape[1]], content), name
+    assert sorted(names) == sorted(specs)
+
+
+def test_each_rank_of_deepseek_v4_has_all_of_it() -> None:
+    made = config("BLHNC", ranks=2)
+    worker, _ = planned(deepseek_v4(), made)
+    found = describe(made, worker, 16)
+    assert found.shape.kv_heads == 1
+    assert found.rank_shape(0) == found.rank_shape(1)
+
+
+def test_windows_of_packed_pages_need_points() -> None:
+    made = config("BLHNC")
+    worker, _ = planned(deepseek_v4(), made)
+    with pytest.raises(UnsupportedError, match="only resume points keep, and kv_role is"):
+        describe(made, worker, 16, "kv_role is 'kv_producer'")
+
+
+def test_windows_that_vllm_computes_again_are_refused() -> None:
+    """DeepSeek V4.1 has them: vLLM keeps no prefix of their KV."""
+    made = config("BLHNC")
+    worker, _ = planned(deepseek_v4(bounded_replay=True), made)
+    with pytest.raises(UnsupportedError, match="computes again after each hit"):
+        describe(made, worker, 16)
+
+
+def test_the_type_of_a_cache_of_deepseek_v4_is_what_its_workers_make_of_it() -> None:
+    """The leader's config says what the user has told."""
+    made = config("BLHNC")
+    made.model_config.hf_config.model_type = "deepseek_v4"
+    worker, _ = planned(deepseek_v4(), made)
+    found = set()
+    for told in ("auto", "fp8", "fp8_ds_mla", "bfloat16"):
+        made.cache_config.cache_dtype = told  # type: ignore[assignment]
+        found.add(describe(made, worker, 16).fingerprint)
+    assert len(found) == 2
+
+
+def test_the_fingerprint_names_the_windows() -> None:
+    made, found = config("BLHNC"), set()
+    for size in (100, 101):
+        specs = dict(WINDOWED["8 bits with scales beside windows"][0])
+        [name] = [name for name in specs if "window" in name]
+        specs[name] = replace(specs[name], sliding_window=size)
+        found.add(describe(made, planned(specs, made)[0], 16).fingerprint)
+    assert len(found) == 2
 
 
 def test_pages_that_kernels_cut_are_whole_again() -> None:
@@ -240,13 +385,20 @@ def test_the_fingerprint_names_what_decides_the_format(monkeypatch: pytest.Monke
         (
             layers(
                 ("attn", lambda layer: full() if layer else None),
-                ("window", lambda layer: None if layer else SlidingWindowSpec(
-                    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16,
-                    sliding_window=64, page_size_padded=20480,
-                )),
                 ("side", lambda layer: full() if layer else None),
+                ("sink", lambda layer: None if layer else SinkFullAttentionSpec(
+                    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sink_len=4,
+                )),
             ),
-            "beside a cache of type SlidingWindowSpec",
+            "beside a cache of type SinkFullAttentionSpec",
+        ),
+        (
+            layers(
+                ("attn", lambda layer: window(32, 576, 64, torch.bfloat16) if layer else None),
+                ("a", lambda layer: None if layer else window(32, 576, 64, torch.bfloat16)),
+                ("b", lambda layer: None if layer else window(32, 576, 64, torch.bfloat16)),
+            ),
+            "every layer has a window",
         ),
         (
             layers(

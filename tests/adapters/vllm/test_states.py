@@ -90,7 +90,7 @@ def test_a_resume_point_has_the_states_of_all_layers() -> None:
     assert [group.of for group in model.groups] == ["blocks", "states", "states"]
     assert model.shape.layers == 2
     assert model.point.row_nbytes == row
-    assert model.point.state_nbytes == 4 * 2 * 256 * 4
+    assert model.point.run_nbytes == 4 * 2 * 256 * 4
     assert model.point.every == STEP // 16
     assert [each.names for each in model.point.states] == [tuple(STATES[:2]), tuple(STATES[2:])]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,8 @@ from kvcore.harness.models import tiny_model
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import EveryPoint, PointPolicy, SpacedPoints
 from kvcore.manager import KVManager
-from kvcore.model.points import point_keys
+from kvcore.model.points import PageWindow, PointShape, point_keys
+from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.describe import dense_windows, describe
@@ -169,8 +171,14 @@ def test_dense_windows_and_other_windows_are_other_namespaces() -> None:
 class Rig:
     """A leader of such a model. Pages of full attention are 100 and up, of windows 200 and up."""
 
-    def __init__(self, host: int = 512, points: PointPolicy | None = None, **settings: Any) -> None:
-        self.model = described()
+    def __init__(
+        self,
+        host: int = 512,
+        points: PointPolicy | None = None,
+        model: ModelDescription | None = None,
+        **settings: Any,
+    ) -> None:
+        self.model = model or described()
         self.index = BlockIndex([TierSpec("host", host)])
         self.outbox = Outbox(1)
         self.manager = KVManager(self.index, self.outbox, points=self.model.point)
@@ -248,6 +256,28 @@ def test_the_end_of_a_prompt_is_saved_in_the_step_that_computes_it() -> None:
     assert windows[25:].ravel().tolist() == [424, 423, 422, 421], "from the boundary backwards"
     rig.leader._requests.clear()
     assert rig.ask() == (400, True)
+
+
+def test_last_pages_of_windows_are_saved_with_a_prompt_and_not_with_an_answer() -> None:
+    """Their pages are of several precisions, and vLLM zeroes those that a request has left."""
+    plain = described(PAGE)
+    assert plain.point is not None
+    [dense] = plain.point.windows
+    nbytes = (dense.shape.layer_nbytes,) * len(dense.names)
+    seen = PageWindow(1, dense.names, PAGE, nbytes, dense.before, dense.spare)
+    point = PointShape((), plain.point.row_nbytes, 1, page_windows=(seen,))
+    rig = Rig(model=replace(plain, point=point), block={"tokens": PAGE})
+    tokens = [*PROMPT, *range(1, 100)]
+    rig.ask(tokens=tokens)
+    rig.request.num_prompt_tokens = len(PROMPT)
+    [graph] = rig.step(0, len(PROMPT))
+    end = len(PROMPT) // PAGE
+    rows = graph.units[1].array()[len(PROMPT) // PAGE :].tolist()
+    assert rows == point.state_rows * [[200 + end - 1 - i for i in range(seen.pages)]]
+    assert rig.leader._paging.sees(rig.pages(447, 448), 448 // PAGE)
+    assert rig.finish(448) == []
+    rig.leader._requests.clear()
+    assert rig.ask("next", tokens) == (len(PROMPT) // PAGE * PAGE, True)
 
 
 @pytest.mark.parametrize("there", [True, False])

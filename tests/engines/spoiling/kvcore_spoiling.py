@@ -4,7 +4,8 @@ Put this folder on PYTHONPATH and kvcore finds it by its entry point. The file t
 variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any:
 
     zeros     a load fills states and windows with zeros
-    group     a load leaves out one group of them, whose pages are those of a new engine
+    group     a load leaves out the last group of them, whose pages are those of a new engine
+    group N   the same with group N
     earlier   they are saved as those of the boundary before theirs
     fail      a load of a point fails
 """
@@ -36,14 +37,16 @@ def _spoil_loads() -> None:
     @wraps(right)
     def wrong(self: Any, graph: Any, first: int, rows: Sequence[int], places: Any) -> None:
         points, memory, order = self._points, self._point_rows, _order()
-        if not self._to_device or order not in ("fail", "group", "zeros"):
+        name, _, number = order.partition(" ")
+        if not self._to_device or name not in ("fail", "group", "zeros"):
             right(self, graph, first, rows, places)
             return
         if order == "fail":
             raise TransferError("a mistake on purpose")
         spoiled = points
-        if order == "group":
-            (self._points, self._point_rows), spoiled = _without_a_group(points, memory)
+        if name == "group":
+            left, spoiled = _without_a_group(points, memory, int(number or _last(points)))
+            self._points, self._point_rows = left
         right(self, graph, first, rows, places)
         self._points, self._point_rows = points, memory
         _zero(graph, first, rows, spoiled)
@@ -51,29 +54,45 @@ def _spoil_loads() -> None:
     DeviceCopy._copy_point = wrong  # type: ignore[method-assign]
 
 
+def _last(points: PointCopies) -> int:
+    return max(part.group for part in (*points.states, *points.windows, *points.pages))
+
+
 def _without_a_group(
-    points: PointCopies, memory: PointMemory
+    points: PointCopies, memory: PointMemory, group: int
 ) -> tuple[tuple[PointCopies, PointMemory], PointCopies]:
-    """Return all but the last group, with its memory, and the last group."""
-    last = max(part.group for part in (*points.states, *points.windows))
-    states = list(zip(points.states, memory.states, strict=True))
-    windows = list(zip(points.windows, memory.windows, strict=True))
-    kept = [pair for pair in states if pair[0].group != last]
-    seen = [pair for pair in windows if pair[0].group != last]
-    left = PointCopies([p for p, _ in kept], [p for p, _ in seen])
-    rest = PointMemory([m for _, m in kept], [m for _, m in seen])
-    gone = PointCopies(
-        [p for p, _ in states if p.group == last], [p for p, _ in windows if p.group == last]
-    )
-    return (left, rest), gone
+    """Return all but one group, with their memory, and that group."""
+    pairs = [
+        list(zip(parts, views, strict=True))
+        for parts, views in (
+            (points.states, memory.states),
+            (points.windows, memory.windows),
+            (points.pages, memory.pages),
+        )
+    ]
+    kept: list[Any] = [[pair for pair in kind if pair[0].group != group] for kind in pairs]
+    left = PointCopies(*([part for part, _ in kind] for kind in kept))
+    rest = PointMemory(*([view for _, view in kind] for kind in kept))
+    gone: list[Any] = [[part for part, _ in kind if part.group == group] for kind in pairs]
+    assert any(gone), f"no group {group} in the points"
+    return (left, rest), PointCopies(*gone)
 
 
 def _zero(graph: Any, first: int, rows: Sequence[int], points: PointCopies) -> None:
-    """Fill with zeros the pages to which a load copies these parts of a point."""
+    """Fill with zeros the pages to which a load copies these parts of a point.
+
+    Layers of several groups may share one memory, so no more is filled than what a part has.
+    """
     for part in points.states:
         page = int(graph.units[part.group].array()[first + part.row, 0])
         for tensor in part.pages.tensors:
             tensor[page].zero_()
+    for part in points.pages:
+        page = int(graph.units[part.group].array()[first + part.row, part.page])
+        if page >= 0 and first + part.row in rows:
+            for piece in part.pieces:
+                whole = part.pages.tensors[piece.layer]
+                whole[page, piece.offset : piece.offset + piece.nbytes].zero_()
     for window in points.windows:
         table = graph.units[window.group]
         found = table.array()[[first + row for row in window.rows if first + row in rows]]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.model.points import (
+    PageWindow,
     PointShape,
     StateGroup,
     WindowGroup,
@@ -65,7 +66,7 @@ def test_the_pieces_are_every_byte_of_every_state_once_and_in_order(point: Point
         for byte in range(piece.nbytes)
     ]
     assert found == expected
-    assert places == list(range(point.state_nbytes))
+    assert places == list(range(point.run_nbytes))
 
 
 @given(shapes())
@@ -80,21 +81,38 @@ def test_a_piece_lies_in_one_row_and_is_as_long_as_it_can_be(point: PointShape) 
 
 @given(shapes())
 def test_rows_are_as_many_as_the_states_need(point: PointShape) -> None:
-    assert point.state_nbytes == sum(piece.nbytes for piece in point.pieces())
+    assert point.run_nbytes == sum(piece.nbytes for piece in point.pieces())
     assert {piece.row for piece in point.pieces()} == set(range(point.state_rows))
     most, least = point.state_rows * point.row_nbytes, (point.state_rows - 1) * point.row_nbytes
-    assert most >= point.state_nbytes > least
+    assert most >= point.run_nbytes > least
 
 
 def test_two_groups_by_hand() -> None:
     point = PointShape((StateGroup(2, ("a", "b"), 5), StateGroup(0, ("c",), 3)), 8, every=1)
-    assert (point.state_nbytes, point.state_rows) == (13, 2)
+    assert (point.run_nbytes, point.state_rows) == (13, 2)
     assert list(point.pieces()) == [
-        (0, 2, 0, 0, 0, 5),
-        (0, 2, 1, 0, 5, 3),
-        (1, 2, 1, 3, 0, 2),
-        (1, 0, 0, 0, 2, 3),
+        (0, 2, 0, 0, 0, 5, 0),
+        (0, 2, 1, 0, 5, 3, 0),
+        (1, 2, 1, 3, 0, 2, 0),
+        (1, 0, 0, 0, 2, 3, 0),
     ]
+
+
+def test_pages_of_windows_lie_behind_the_states_the_last_page_first() -> None:
+    window = PageWindow(2, ("a", "b"), 4, (5, 2), before=6, spare=1)
+    point = PointShape((StateGroup(1, ("s",), 3),), 8, 1, page_windows=(window,))
+    assert (window.pages, window.tokens) == (2, 8)
+    assert (point.run_nbytes, point.state_rows, point.most_rows) == (17, 3, 3)
+    assert [tuple(piece) for piece in point.pieces()] == [
+        (0, 1, 0, 0, 0, 3, 0),
+        (0, 2, 0, 0, 3, 5, 0),
+        (1, 2, 1, 0, 0, 2, 0),
+        (1, 2, 0, 0, 2, 5, 1),
+        (1, 2, 1, 0, 7, 1, 1),
+        (2, 2, 1, 1, 0, 1, 1),
+    ]
+    assert point.spare == 0, "a state is of one token"
+    assert PointShape((), 8, 1, page_windows=(window,)).spare == 2
 
 
 @given(shapes(), st.integers(0, 40))
