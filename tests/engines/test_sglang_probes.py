@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +17,11 @@ from tests.support.probes import unnoticed
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
-def test_every_interface_is_missed_when_it_is_renamed() -> None:
+def test_every_interface_is_missed_when_it_is_renamed(tmp_path: Path) -> None:
     verdict = judge(ENGINE)
     assert verdict.standing is Standing.TRIED
     assert not verdict.lost
-    assert unnoticed(Sources("sglang"), ENGINE.probes()) == []
+    assert unnoticed(Sources("sglang"), ENGINE.probes(), tmp_path) == []
 
 
 def test_an_entrance_that_this_version_lacks_stops_its_user(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 from kvcore.engines.probes import Binds, Fields, Has, Overrides, Probe, Takes, Want
@@ -37,18 +39,23 @@ def _of(want: Want, sources: Sources) -> Iterator[tuple[str, str]]:
 
 
 class Tree:
-    """The modules of an engine that its probes read, in which names can be changed for a while."""
+    """A copy of the modules of an engine that its probes read. Names in it can be changed."""
 
-    def __init__(self, sources: Sources, probes: Sequence[Probe]) -> None:
+    def __init__(self, sources: Sources, probes: Sequence[Probe], folder: Path) -> None:
+        self._package, self._root = sources.package, folder / sources.package
         for probe in probes:
             assert not probe.failure(sources) or probe.without
+        self.sources = Sources(self._package, self._root)
         self._bodies: dict[str, list[ast.stmt]] = {}
         self._spots: dict[str, list[_Spot]] = {}
         """Where the syntax of a module has a text, for the modules that were changed so far."""
-        self.sources = Sources(sources.package, sources._root)
         for module in sources.read:
-            if (file := sources.file(module)) is not None:
-                self._bodies[module] = ast.parse(file.read_text(encoding="utf-8")).body
+            origin = sources.file(module)
+            if origin is not None:
+                place = self._place(module, package=origin.name == "__init__.py")
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(origin, place)
+                self._bodies[module] = ast.parse(place.read_text(encoding="utf-8")).body
                 self.sources._modules[module] = dict(_top(self._bodies[module]))
 
     @contextmanager
@@ -57,7 +64,7 @@ class Tree:
 
         Names are changed in the syntax trees. To parse a module anew for each takes far longer.
         """
-        changed, homes = Sources(self.sources.package, self.sources._root), self._homes(target)
+        changed, homes = Sources(self._package, self._root), self._homes(target)
         changed._modules |= {m: n for m, n in self.sources._modules.items() if m not in homes}
         changed._classes |= {
             owner: members
@@ -80,6 +87,10 @@ class Tree:
         """Return the modules that define a name, or the class that it is in, or its bases."""
         owner = target.rpartition(".")[0] if "." in target.partition(":")[2] else target
         return {at.module for at in self.sources.lineage(self.sources.find(owner))}
+
+    def _place(self, module: str, *, package: bool) -> Path:
+        folder = self._root.joinpath(*module.split(".")[1:])
+        return folder / "__init__.py" if package else folder.with_suffix(".py")
 
     def _spots_of(self, module: str) -> list[_Spot]:
         if module not in self._spots:
@@ -111,9 +122,9 @@ def _spots(node: ast.AST) -> Iterator[_Spot]:
             yield from (_Spot(node, field, i, v) for i, v in enumerate(value) if isinstance(v, str))
 
 
-def unnoticed(sources: Sources, probes: Sequence[Probe]) -> list[str]:
+def unnoticed(sources: Sources, probes: Sequence[Probe], folder: Path) -> list[str]:
     """Return the interfaces whose loss a probe does not notice."""
-    tree, found = Tree(sources, probes), []
+    tree, found = Tree(sources, probes, folder), []
     for probe in probes:
         if probe.failure(tree.sources):
             continue  # this version does not have what is optional

@@ -216,16 +216,16 @@ def test_an_engine_that_is_not_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's sources")
-def test_every_interface_of_vllm_is_missed_when_it_is_renamed() -> None:
+def test_every_interface_of_vllm_is_missed_when_it_is_renamed(tmp_path: Path) -> None:
     from kvcore_vllm.engine import ENGINE as VLLM
 
     verdict = judge(VLLM)
     assert verdict.standing is Standing.TRIED
     assert not verdict.lost
-    assert unnoticed(Sources("vllm"), VLLM.probes()) == []
+    assert unnoticed(Sources("vllm"), VLLM.probes(), tmp_path) == []
 
 
-def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed() -> None:
+def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed(tmp_path: Path) -> None:
     from kvcore_trtllm.plugin import ENGINE as TRTLLM
     from kvcore_trtllm.testing import installed
 
@@ -234,7 +234,8 @@ def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed() -> None:
             verdict = judge(TRTLLM)
             assert verdict.standing is Standing.PROBED
             assert not verdict.lost
-            assert unnoticed(Sources("tensorrt_llm"), TRTLLM.probes()) == []
+            sources = Sources("tensorrt_llm")
+            assert unnoticed(sources, TRTLLM.probes(), tmp_path / version) == []
 
 
 def test_asking_for_a_verdict_imports_no_engine() -> None:
