@@ -150,8 +150,9 @@ answers: env-all model
 	@$(MAKE) --no-print-directory test-vllm test-beside ANSWERS=record
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
+# Properties are tried on as few examples as in CI; `make test` tries new ones, and more.
 test-unit: env
-	$(RUN) -m pytest -n 2 --dist loadscope -m "not engine and not slow and not exhaustive" tests/unit tests/adapters $(PYTEST)
+	$(RUN) -m pytest -n 2 --dist loadscope --hypothesis-profile=ci -m "not engine and not slow and not exhaustive" tests/unit tests/adapters $(PYTEST)
 
 mistakes: env
 	$(RUN) -m kvcore_devtools.mistakes $(MISTAKES)
