@@ -429,7 +429,7 @@ def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = No
 @pytest.mark.parametrize("name", WORLDS)
 def test_never_far_from_the_better_of_always_and_never(name: str) -> None:
     world = WORLDS[name]
-    for seed in range(3):
+    for seed in range(examples(3)):
         guess = ComputeRates(*(3 * rate for rate in COMPUTE))
         rates = Rates(LAYERS, guess, {"host": scaled(HOST, 3), "disk": scaled(DISK, 2)})
         made = Planner(PlannerSettings(BLOCK, BLOCK_BYTES), rates)
