@@ -1,5 +1,6 @@
 """Settings for every test."""
 
+import gc
 import logging
 import os
 import re
@@ -56,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[OWN], ignore_errors=True)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of each search through memory.
+
+    Modules of torch, transformers and vLLM have millions of objects. The collector of garbage and
+    kvcore's search for an engine's model would go through them again and again.
+    """
+    gc.freeze()
 
 
 def _leave_the_machine_alone(own: Path) -> None:

@@ -28,7 +28,7 @@ from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac, key_of_secret
 from kvcore.tiers.remote import Item, Shard, StoreOptions, StoreTier
 from kvcore.tiers.remote.format import HEADER_NBYTES, Header
 from kvcore_devtools.servers import Start, need_client, redis_like, servers
-from support.store_parties import STORES, Opener
+from support.store_parties import STORES, Opener, mooncake
 from support.stores import SHAPE, key_of
 
 MAC = BlockMac(key_of_secret("the deployment's secret", "mac"))
@@ -139,6 +139,17 @@ def sealed_value(guard: BlockGuard, block: bytes, shard: bytes) -> bytes:
     return header._replace(checksum=tag, nonce=nonce).pack() + bytes(into)
 
 
+beside_mooncake = pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(kind, id=kind.__name__, marks=[pytest.mark.exhaustive] * (kind is mooncake))
+        for kind in STORES
+    ],
+    indirect=True,
+)
+"""Mooncake's servers take seconds to start. `make test` tries every forged value there, and what a
+guard does above any store at the others."""
+
 FORGED = {Mismatch.FORGED}
 OTHER = {Mismatch.OTHER}
 TRUNCATED = {Mismatch.TRUNCATED}
@@ -167,6 +178,7 @@ def test_every_forged_value_of_a_store_is_refused(
     assert one.read() is None
 
 
+@beside_mooncake
 @pytest.mark.parametrize("field", ["parent", "namespace"])
 def test_a_block_of_another_chain_or_tenant_is_refused(
     scene: Callable[..., Scene], field: str
@@ -181,6 +193,7 @@ def test_a_block_of_another_chain_or_tenant_is_refused(
     assert error.mismatch is Mismatch.OTHER
 
 
+@beside_mooncake
 def test_without_a_secret_a_protected_value_is_a_miss_that_says_so(
     scene: Callable[..., Scene],
 ) -> None:
@@ -578,6 +591,7 @@ def test_an_engine_recomputes_what_was_forged_in_a_real_redis(
     connection.close()
 
 
+@beside_mooncake
 def test_a_rank_with_another_part_reads_no_forged_value(scene: Callable[..., Scene]) -> None:
     """A reader that needs half of a larger value verifies all of it."""
     one = scene()

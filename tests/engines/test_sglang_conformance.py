@@ -12,15 +12,15 @@ from kvcore.testing.conformance import CASES, Kit, find_driver, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
-QUICK = ("clear-forgets", "metrics-add-up", "as-the-request-asks", "disk-hit-after-restart")
-"""A clear, a case in which nothing but SGLang's own numbers is right, what requests ask of kvcore
-where the tree decides what is kept, and one of two engines in
-turn that one process serves."""
-BLENDS = ("a-blend-that-fails",)
-"""`TestFaults` of test_sglang_faults has blends that fail, of another engine than the kit's."""
+QUICK = ("clear-forgets", "metrics-add-up", "as-the-request-asks")
+"""A clear, a case in which nothing but SGLang's own numbers is right, and what requests ask of
+kvcore where the tree decides what is kept."""
+ELSEWHERE = ("disk-hit-after-restart", "a-blend-that-fails")
+"""test_sglang.py has a restart, and `TestFaults` of test_sglang_faults.py has blends that fail, of
+other engines than the kit's."""
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param(BLENDS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("names", [QUICK, pytest.param(ELSEWHERE, marks=pytest.mark.exhaustive)])
 def test_quick_cases(
     names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,6 @@ def test_what_was_stored_is_found_and_failed_reads_are_computed(
     env = {"PYTHONPATH": os.pathsep.join(found)}
     engine = partial(small_engine, model, None, env, "sglang", python=python)
     with engine(disable_radix_cache=True) as process:
-        assert process.wait_ready()["version"] == version
         expected = answers(process, prompts)
     rules, kept = tmp_path / "rules", tmp_path / "kv"
     write_rules(rules)
@@ -50,6 +49,7 @@ def test_what_was_stored_is_found_and_failed_reads_are_computed(
     shelf = {"plugin": FAULTY_DISK, "capacity": "1GiB", "options": options}
     args = hicache({"tiers": {"shelf": shelf}}, page_size=PAGE)
     with engine(**args) as process:
+        assert process.wait_ready()["version"] == version
         cold = answers(process, prompts)
         assert_same_answers(cold, expected)
         assert _cached(cold) == 0

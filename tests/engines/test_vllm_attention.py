@@ -50,7 +50,14 @@ def answered(process: EngineProcess) -> list[int]:
     return sorted(int(x.rsplit("rows=", 1)[1]) for x in lines if "answered request=" in x)
 
 
-@pytest.mark.parametrize("v2", [False, True], ids=["V1", "V2"])
+@pytest.mark.parametrize(
+    "v2",
+    [
+        # A hook answers on Model Runner V1 in the compiled model below, and fails on V2.
+        pytest.param(False, id="V1", marks=pytest.mark.exhaustive),
+        pytest.param(True, id="V2"),
+    ],
+)
 def test_a_hook_answers_in_the_engines_place_and_one_that_fails_is_left_out(
     model: Path, asked: list[list[int]], plain: list[Generation], tmp_path: Path, v2: bool
 ) -> None:

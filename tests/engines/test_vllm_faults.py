@@ -33,9 +33,10 @@ CELLS = {(cell.by, cell.family): cell for cell in together([*DISK, *BLENDS])}
 def seen(cell: Cell) -> bool:
     """Return True if the engine itself sees which fault it was.
 
-    Whatever spoils a tier's bytes, the engine sees a failed read.
+    Whatever spoils a tier's bytes, the engine sees a failed read. Of writes that hang it sees
+    nothing: they are of host memory to a tier, after its pages have been copied.
     """
-    return not cell.family.startswith("spoilt")
+    return not cell.family.startswith("spoilt") and cell.family != "hanging-write"
 
 
 LEFT_OUT = {("v2", "aborting"), ("v2", "clearing")}

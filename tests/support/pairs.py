@@ -5,6 +5,7 @@
 
 Six rows of twelve: each version runs in each configuration, and both cases run on each version and
 in each configuration. A fault that needs three certain values together may be missed.
+`paired` makes a test's parameters of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["cover", "covering", "pairs_of"]
+import pytest
+
+__all__ = ["cover", "covering", "paired", "pairs_of"]
 
 Row = tuple[Hashable, ...]
 Pair = tuple[tuple[int, Hashable], tuple[int, Hashable]]
@@ -39,6 +42,23 @@ def covering(
     """
     rows = {row: pairs_of(row) for row in product}
     return cover(rows, had=set().union(*map(pairs_of, given)), cost=cost, values=enumerate)
+
+
+def paired(*factors: Iterable[Hashable], name: Callable[[Any], str] = str) -> list[Any]:
+    """Return the rows of a product as parameters of a test, of which `make test` runs few.
+
+    Those are a covering set; all others are nightly. ``name`` gives what a value is called in ids.
+    """
+    rows = list(itertools.product(*factors))
+    daily = set(covering(rows))
+    return [
+        pytest.param(
+            *row,
+            id="-".join(map(name, row)),
+            marks=() if row in daily else pytest.mark.exhaustive,
+        )
+        for row in rows
+    ]
 
 
 def cover(

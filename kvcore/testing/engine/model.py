@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.fusion.attend import Attention
@@ -452,12 +451,24 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
 def attend_last(queries: Tensor, kv: LayerKV, attention: Attention) -> Tensor:
     """Causal attention of queries that are the last rows of ``kv``, over all keys up to their own.
 
-    On a GPU in half precision this is FlashAttention with its built-in causal mask. Elsewhere torch
-    materializes a mask of rows by keys, so that the rows of a step bound the memory.
+    On a GPU in half precision this is FlashAttention with its built-in causal mask. Elsewhere there
+    is a mask of rows by keys, so that the rows of a step bound the memory.
     """
     q, k, v = (heads.transpose(0, 1)[None] for heads in (queries, *kv))
-    mask = causal_lower_right(len(queries), len(kv.keys))
+    mask = _up_to_their_own(len(queries), len(kv.keys), queries.device)
     out: Tensor = functional.scaled_dot_product_attention(
-        q, k, v, mask, scale=attention.scale, enable_gqa=True
+        q, k, v, mask, is_causal=mask is None, scale=attention.scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def _up_to_their_own(rows: int, keys: int, device: torch.device) -> Any:
+    """Return the mask of the last ``rows`` of ``keys``. None stands for torch's own causal mask."""
+    if rows == keys:
+        return None
+    if device.type == "cpu":
+        return torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
+    # Imports torch's compiler, for which a process takes 2 s of a core.
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(rows, keys)

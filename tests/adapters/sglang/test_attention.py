@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from kvcore_sglang.attention import attend_rows  # noqa: E402
+from support.budget import examples  # noqa: E402
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(1, 40),
     new=st.integers(1, 40),

@@ -21,6 +21,7 @@ from kvcore_sglang.describe import _check_components  # noqa: E402  (needs torch
 from kvcore_sglang.fusion_scheduler import Asking  # noqa: E402
 from kvcore_sglang.layout import read_pool  # noqa: E402
 from kvcore_sglang.messages import Order  # noqa: E402
+from support.pairs import paired  # noqa: E402
 from support.sglang import (  # noqa: E402
     DIM,
     HEADS,
@@ -33,10 +34,10 @@ from support.sglang import (  # noqa: E402
 )
 
 
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("block", [8, 16, 64])
-@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "page", "block", "layerwise"),
+    paired(POOLS, [1, 16, 64], [8, 16, 64], [True, False]),
+)
 def test_what_was_computed_comes_back(
     rigs: list[SGLangRig], kind: str, page: int, block: int, layerwise: bool
 ) -> None:

@@ -36,15 +36,16 @@ def test_blocks_of_the_disk_are_staged_before_they_are_answered(
     assert second.leader.state["requests"]["host"] == {"host": 496}
 
 
+FromDisk = Callable[..., SGLangRig]
+
+
 @pytest.fixture
-def from_disk(
-    rigs: list[SGLangRig], tmp_path: Path
-) -> Callable[[dict[str, Any], list[int]], SGLangRig]:
+def from_disk(rigs: list[SGLangRig], tmp_path: Path) -> FromDisk:
     """Makes a rig on whose disk a prompt lies, as another left it."""
 
-    def made(sglang: dict[str, Any], tokens: list[int]) -> SGLangRig:
+    def made(sglang: dict[str, Any], tokens: list[int], **host: Any) -> SGLangRig:
         disk = {"path": str(tmp_path / "kv"), "capacity": "64MiB"}
-        host = {**SETTINGS["host"], "policy": "lru"}  # it goes when others come
+        host = {**SETTINGS["host"], "policy": "lru", **host}  # it goes when others come
         settings = {**SETTINGS, "host": host, "disk": disk, "sglang": sglang}
         first = SGLangRig(MHATokenToKVPool(1), 1, settings)
         first.keep(tokens)
@@ -54,9 +55,6 @@ def from_disk(
         return second
 
     return made
-
-
-FromDisk = Callable[[dict[str, Any], list[int]], SGLangRig]
 
 
 def held_back(rig: SGLangRig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -141,7 +139,9 @@ def test_a_request_waits_once_whatever_it_waits_for(
 ) -> None:
     """Blocks that come and go again keep nobody waiting for ever."""
     tokens = text(500, 33)
-    rig = from_disk({"prefetch": "timeout", "prefetch_timeout_s": 5}, tokens)
+    held = {"prefetch": "timeout", "prefetch_timeout_s": 5}
+    rig = from_disk(held, tokens, capacity="240KiB")
+    assert 32 <= rig.leader.manager.index.num_slots("host") < 62, "one prompt, and not two"
     now = 100.0
     monkeypatch.setattr(rig.leader._staging, "_clock", lambda: now)
     rounds = 0
@@ -150,7 +150,7 @@ def test_a_request_waits_once_whatever_it_waits_for(
         rounds += 1
         assert rounds <= 5
         rig.settle()
-        for seed in range(36 * rounds, 36 * rounds + 36):  # more than host memory holds
+        for seed in (2 * rounds, 2 * rounds + 1):  # more than host memory holds
             rig.keep(text(500, 100 + seed))
     assert rounds == 5
 

@@ -22,6 +22,7 @@ from kvcore.worker.executors import DeviceCopy
 from kvcore_vllm.attention import check_writes, install
 from kvcore_vllm.fusion import _attention
 from kvcore_vllm.layout import group_view
+from support.pairs import paired
 
 LAYERS, HEADS, DIM, PAGES, PAGE = 2, 2, 8, 6, 128
 TOKENS = 256
@@ -47,9 +48,9 @@ def memory(layout: KVCacheLayout, kernel: int) -> list[torch.Tensor]:
     return create_kv_cache_views(raw, spec, PAGES, layout, place, kernel_block_size=kernel)
 
 
-def number(layer: int, kv: int, head: int, token: int) -> torch.Tensor:
-    first = (((layer * 2 + kv) * HEADS + head) * TOKENS + token) * DIM
-    return torch.arange(first, first + DIM, dtype=torch.float32) + 1
+NUMBERS = torch.arange(LAYERS * 2 * HEADS * TOKENS * DIM, dtype=torch.float32) + 1
+NUMBERS = NUMBERS.view(LAYERS, 2, HEADS, TOKENS, DIM)
+"""The request's KV, no number twice."""
 
 
 def write(caches: list[torch.Tensor], kernel: int) -> None:
@@ -57,16 +58,19 @@ def write(caches: list[torch.Tensor], kernel: int) -> None:
     for layer, cache in enumerate(caches):
         for token in range(TOKENS):
             slot = OWN[token // PAGE] * PAGE + token % PAGE
-            for head in range(HEADS):
-                row = cache[slot // kernel, head, slot % kernel]
-                for kv in range(2):
-                    row[kv * DIM : (kv + 1) * DIM] = number(layer, kv, head, token)
+            cache[slot // kernel, :, slot % kernel] = torch.cat([*NUMBERS[layer, :, :, token]], 1)
 
 
-@pytest.mark.parametrize("ops", builtin_ops(), ids=lambda ops: ops.name)
-@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC])
-@pytest.mark.parametrize("block", [16, 64, 128])
-@pytest.mark.parametrize("kernel", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("kernel", "block", "layout", "ops"),
+    paired(
+        [16, 32, 64, 128],
+        [16, 64, 128],
+        [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC],
+        builtin_ops(),
+        name=lambda value: getattr(value, "name", str(value)),
+    ),
+)
 def test_blocks_of_any_size_are_copied_whatever_the_kernels_pages(
     kernel: int, block: int, layout: KVCacheLayout, ops: Any
 ) -> None:
@@ -91,11 +95,8 @@ def test_blocks_of_any_size_are_copied_whatever_the_kernels_pages(
     copy(to_device=False)
     canonical = flat.view(count, LAYERS, HEADS, 2, block, DIM)
     for token in (0, 15, 16, 63, 64, 127, 128, 200, 255):
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                for kv in range(2):
-                    got = canonical[token // block, layer, head, kv, token % block]
-                    assert torch.equal(got, number(layer, kv, head, token)), (token, layer)
+        got = canonical[token // block, :, :, :, token % block]  # [layers, heads, K|V, dim]
+        assert torch.equal(got, NUMBERS[:, :, :, token].transpose(1, 2)), token
     before = [cache.clone() for cache in caches]
     for cache in caches:
         cache.zero_()

@@ -296,6 +296,7 @@ def test_a_host_that_is_cut_off_in_the_middle_computes(
     reuse_returns(a, b, plain)
 
 
+@pytest.mark.exhaustive  # a load is late on a cable that delays, below
 @on_each(*WITH_SERVERS)
 def test_a_load_that_is_late_on_a_slow_cable_is_computed(
     store: Store, engines: Engines, plain: Plain, network: Network

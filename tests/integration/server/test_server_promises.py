@@ -146,7 +146,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         yield begin
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_what_an_engine_computes_that_of_another_server_loads(
     here: Node, there: Node, engine: Any, plain: Any, ranks: int
 ) -> None:

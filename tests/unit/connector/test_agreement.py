@@ -16,7 +16,7 @@ from kvcore.connector.engine_layers import Agreement  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-TIMES = 40
+RANKS, TIMES = 3, 40
 
 
 def wells(rank: int) -> list[bool]:
@@ -24,31 +24,32 @@ def wells(rank: int) -> list[bool]:
     return [random.Random(f"{rank} {time}").random() < 0.75 for time in range(TIMES)]
 
 
-def agree(rank: int, ranks: int, folder: str, made_in_inference: bool) -> None:
-    """Agree on one rank, in and outside of inference mode in turn, and write the answers."""
+def agree(rank: int, folder: str) -> None:
+    """Agree on one rank, in and outside of inference mode in turn, and write the answers.
+
+    The object is made in inference mode, and another one outside of it.
+    """
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS
     )
     group = SimpleNamespace(cpu_group=torch.distributed.group.WORLD)
-    with torch.inference_mode() if made_in_inference else nullcontext():
-        agreement = Agreement(SimpleNamespace(get_tp_group=lambda: group))
     answers = []
-    for time, well in enumerate(wells(rank)):
-        with torch.inference_mode() if time % 2 else nullcontext():
-            answers.append(agreement(well))
+    for made_in in (torch.inference_mode, nullcontext):
+        with made_in():
+            agreement = Agreement(SimpleNamespace(get_tp_group=lambda: group))
+        for time, well in enumerate(wells(rank)):
+            with torch.inference_mode() if time % 2 else nullcontext():
+                answers.append(agreement(well))
     Path(folder, str(rank)).write_text("".join(str(int(answer)) for answer in answers))
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("ranks", "made_in_inference"), [(2, True), (3, False)])
-def test_ranks_agree_only_if_all_are_well(
-    tmp_path: Path, ranks: int, made_in_inference: bool
-) -> None:
-    processes.spawn(agree, (ranks, str(tmp_path), made_in_inference), nprocs=ranks)
-    said = [wells(rank) for rank in range(ranks)]
+def test_ranks_agree_only_if_all_are_well(tmp_path: Path) -> None:
+    processes.spawn(agree, (str(tmp_path),), nprocs=RANKS)
+    said = [wells(rank) for rank in range(RANKS)]
     wanted = "".join(str(int(all(one[time] for one in said))) for time in range(TIMES))
     assert {"0", "1"} <= set(wanted)
-    assert [Path(tmp_path, str(rank)).read_text() for rank in range(ranks)] == [wanted] * ranks
+    assert [Path(tmp_path, str(rank)).read_text() for rank in range(RANKS)] == [2 * wanted] * RANKS
 
 
 def test_a_rank_alone_agrees_with_itself() -> None:

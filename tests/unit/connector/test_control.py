@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcore.connector.control import CONTROLS, MAX_TEXT, ControlReader, RequestControl
 from kvcore.telemetry.metrics import Metrics, MissReason
+from support.budget import examples
 
 COUNTED = "kvcore_request_controls_total"
 
@@ -43,7 +44,7 @@ def read(given: Any) -> tuple[RequestControl, dict[str, Any]]:
     return control, metrics.snapshot().get(COUNTED, {})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(asked=anything | tables | st.text() | tables.map(repr))
 def test_whatever_a_client_sends_costs_nobody_else_anything(asked: Any) -> None:
     """It is read, or its request is computed without kvcore and the client is told why."""
@@ -61,7 +62,7 @@ def test_whatever_a_client_sends_costs_nobody_else_anything(asked: Any) -> None:
     json.dumps(control.shown()).encode()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(asked=right, tokens=st.integers(0, 1 << 20), text=st.booleans())
 def test_what_is_right_is_followed(asked: dict[str, Any], tokens: int, text: bool) -> None:
     control, counted = read(json.dumps(asked) if text else asked)

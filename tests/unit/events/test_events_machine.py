@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvcore.events import Content, Feed, Pacing, Publisher, Subscriber
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.model.keys import ROOT_PARENT
+from support.budget import examples
 from support.events import Bus
 
 NAMESPACE = b"n" * 16
@@ -143,7 +144,7 @@ class EventMachine(RuleBasedStateMachine):
 
 TestConvergence = EventMachine.TestCase
 TestConvergence.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -26,6 +26,7 @@ from kvcore.fusion.controller import (
     pipelined,
 )
 from kvcore.telemetry.fit import Fit
+from support.budget import examples
 
 LAYERS = 30
 SETTINGS = ControllerSettings(layers=LAYERS)
@@ -89,7 +90,7 @@ def cost(planted: Sequence[float], amounts: Sequence[float]) -> float:
     return sum(rate * amount for rate, amount in zip(planted, amounts, strict=True))
 
 
-@settings(max_examples=30)  # of 300 runs each
+@settings(max_examples=examples(30))  # of 300 runs each
 @given(st.tuples(speeds, speeds, speeds), st.integers(0, 99))
 @example((0.01, 1.0, 100.0), 0)
 @example((100.0, 1.0, 0.01), 0)
@@ -127,7 +128,7 @@ def test_a_first_run_that_compiled_something_is_outvoted() -> None:
     assert fit.predict((1, 100, 5000)) < 0.015
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from([1e-3, 0.1, 10.0, 1e6]), st.integers(0, 99))
 def test_one_outlier_moves_little(factor: float, seed: int) -> None:
     fit = Fit(PRIOR)
@@ -176,7 +177,7 @@ def test_rates_are_finite_and_never_below_zero(
     assert any(fit.rates)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.floats(1e-3, 1e3))
 def test_a_machine_slower_by_a_factor_has_rates_that_are_larger_by_it(factor: float) -> None:
     fit, slow = Fit(PRIOR), Fit(PRIOR)

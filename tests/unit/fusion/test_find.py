@@ -14,6 +14,7 @@ from kvcore.errors import ConfigError
 from kvcore.fusion import find as find_module
 from kvcore.fusion._anchors import AnchorTable, window_tags
 from kvcore.fusion.find import NaiveSegmentIndex, SegmentIndex, SegmentMatch
+from support.budget import examples
 
 NO_BOUNDS = {"max_twins": 1 << 30, "max_checks": 1 << 30}
 VOCABULARY = 150_000
@@ -72,7 +73,7 @@ def test_agrees_with_the_naive_twin(
     check(prompt, segments, found)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=2, max_size=30)),
@@ -96,7 +97,7 @@ def test_adding_and_removing_in_any_order(
     assert index.find(prompt) == naive.find(prompt)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=25), st.integers(0, 40)),

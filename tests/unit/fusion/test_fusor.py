@@ -47,6 +47,7 @@ from kvcore_devtools.fusion import (  # noqa: E402
     make_model,
     words,
 )
+from support.budget import examples  # noqa: E402
 
 # --- attention of scattered rows ----------------------------------------------------------------
 
@@ -63,7 +64,7 @@ ATTENTION = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     attention=ATTENTION,
     tokens=st.integers(1, 70),
@@ -171,10 +172,15 @@ RATIOS = [
 BOUND = Threshold(0.05, floor=0.1)
 
 
-@pytest.mark.parametrize("name", sorted(BUILTIN_SELECTORS))
-def test_the_fast_blend_is_the_reference(world: World, name: str) -> None:
-    plan = world.plan()
-    for budget in RATIOS:
+@pytest.mark.parametrize("number", range(len(BUILTIN_SELECTORS)))
+@pytest.mark.parametrize("apart", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_the_fast_blend_is_the_reference(world: World, number: int, apart: bool) -> None:
+    """Daily each kind of model has each selector and each ratio, and a selector other ratios with
+    each kind."""
+    name, plan = sorted(BUILTIN_SELECTORS)[number], world.plan()
+    kind = sorted(ARCHITECTURES).index(world.decoder.model.config.model_type)
+    first, every = (number + kind) % len(BUILTIN_SELECTORS), len(BUILTIN_SELECTORS)
+    for budget in RATIOS[first::every] if apart else RATIOS:
         agree(world, plan, BUILTIN_SELECTORS[name](), budget)
 
 
@@ -182,7 +188,7 @@ def test_the_fast_blend_is_the_reference_up_to_a_bound(world: World) -> None:
     agree(world, world.plan(), RelativeDeviation(), BOUND)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.booleans(), st.integers(1, 25)), min_size=1, max_size=5),
     prefix=st.integers(0, 9),
@@ -263,8 +269,24 @@ class Overwriting(ReferenceLayers):
         return super().run(layer, positions, own, attend)
 
 
-@pytest.mark.parametrize("most", [1, 7, 16])
-@pytest.mark.parametrize("budget", [*RATIOS, Ratio(0.9, spread=0.1), BOUND], ids=str)
+FEW = [(most, budget) for budget in (Ratio(0.15, spread=0.5), BOUND) for most in (1, 7, 16)]
+FEW += [
+    (7, Ratio(0.0)),
+    (7, Ratio(0.9, spread=0.1)),
+    (7, Ratio(1.0)),
+    (16, Ratio(0.2, full_layers=3)),
+]
+FEWER = [(most, budget) for most in (1, 7, 16) for budget in [*RATIOS, Ratio(0.9, spread=0.1)]]
+
+
+@pytest.mark.parametrize(
+    ("most", "budget"),
+    [
+        *FEW,
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in FEWER if row not in FEW),
+    ],
+    ids=str,
+)
 def test_layers_that_take_few_rows_at_once(most: int, budget: Any) -> None:
     """The same blend in pieces, and no call of more rows than may be."""
     plan, small = LLAMA.plan(), of_few_rows(most)

@@ -38,6 +38,7 @@ from kvcore_devtools.fusion import (  # noqa: E402
     make_model,
     words,
 )
+from support.budget import examples  # noqa: E402
 
 BLOCK = 4
 SHAPE = BlockShape(LAYERS, KV_HEADS, DIM, BLOCK, "float32")
@@ -105,7 +106,7 @@ class Request:
             rows[self.slots, :, part * DIM : (part + 1) * DIM] = kv[part]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     prefix=st.integers(0, 20),
     cuts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20), st.integers(0, 6)), max_size=3),

@@ -28,6 +28,7 @@ from kvcore.fusion._chains import ChainPiece
 from kvcore.fusion._segment_file import SegmentFile
 from kvcore.fusion.segments import Reusable, Segments
 from kvcore.model.keys import ROOT_PARENT, Namespace
+from support.budget import examples
 from support.segment_histories import (
     NO_BOUNDS,
     SPACE,
@@ -61,7 +62,7 @@ def reopened(path: Path, **options: int) -> Segments:
     return segments
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(histories(), st.integers(1, 5), st.integers(1, 9), st.sets(st.integers(0, 14)))
 def test_a_restart_loses_nothing(
     steps: list[Step], block_tokens: int, min_tokens: int, restarts: set[int]

@@ -361,11 +361,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert all(self.index.num_used(name) == 0 for name in self.names), "slots leaked"
 
 
-def machine_of(policy: str, capacities: tuple[int, ...]) -> type:
+def machine_of(policy: str, capacities: tuple[int, ...], part: int = 4) -> type:
     machine = type("M", (IndexMachine,), {"policy": policy, "capacities": capacities})
     case: type = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(  # type: ignore[attr-defined]
-        max_examples=examples(40),
+        max_examples=examples(40, part),
         stateful_step_count=50,
         deadline=None,
         suppress_health_check=list(HealthCheck),
@@ -374,7 +374,7 @@ def machine_of(policy: str, capacities: tuple[int, ...]) -> type:
 
 
 TestLRUOneTier = machine_of("lru", (6,))
-TestLRU = machine_of("lru", (5, 8))
+TestLRU = machine_of("lru", (5, 8), 2)
 TestLFU = machine_of("lfu", (5, 8))
 TestARC = machine_of("arc", (5, 8))
 TestS3FIFO = machine_of("s3fifo", (5, 8))

@@ -25,6 +25,7 @@ from kvcore.manager.load_policy import (
     Why,
 )
 from kvcore.telemetry.rates import ComputeRates, ForwardPart, Rates, TierRates, pairs
+from support.budget import examples
 
 LAYERS = 24
 BLOCK = 16
@@ -90,7 +91,7 @@ def exhaustive(made: Planner, about: PlanRequest) -> float:
 
 
 @given(asks(), speeds, speeds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_ways_are_what_the_ends_weigh_and_decide_nothing(
     about: PlanRequest, disk: float, compute: float
 ) -> None:
@@ -121,7 +122,7 @@ def test_ways_name_what_was_not_measured() -> None:
 
 
 @given(asks(), speeds, speeds, st.sampled_from([KNOWN, IN_STEP]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(ask(4000, 0, 3856), 1.0, 1.0, KNOWN)
 @example(ask(160, 112, 160, ahead=1e6, busy=0.01), 0.01, 30.0, IN_STEP)  # best past host's end
 @example(ask(592, 544, 592), 3.0, 3.0, KNOWN)  # best where disk becomes slower than host
@@ -139,7 +140,7 @@ def test_a_plan_is_as_good_as_every_cut(
 
 
 @given(asks(), speeds, st.floats(1, 100), st.sampled_from([KNOWN, IN_STEP]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
     about: PlanRequest, disk: float, slower: float, how: PlannerSettings
 ) -> None:
@@ -153,7 +154,7 @@ def test_seconds_do_not_fall_as_a_tier_gets_slower_or_busier(
 
 
 @given(asks(), speeds, st.floats(1, 100))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_more_is_loaded_from_a_slower_disk(
     about: PlanRequest, disk: float, slower: float
 ) -> None:
@@ -428,7 +429,7 @@ def seconds_of(world: World, seed: int, decide: Decide, rates: Rates | None = No
 @pytest.mark.parametrize("name", WORLDS)
 def test_never_far_from_the_better_of_always_and_never(name: str) -> None:
     world = WORLDS[name]
-    for seed in range(3):
+    for seed in range(examples(3)):
         guess = ComputeRates(*(3 * rate for rate in COMPUTE))
         rates = Rates(LAYERS, guess, {"host": scaled(HOST, 3), "disk": scaled(DISK, 2)})
         made = Planner(PlannerSettings(BLOCK, BLOCK_BYTES), rates)

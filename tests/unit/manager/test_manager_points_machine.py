@@ -244,17 +244,16 @@ class WindowsMachine(PointsMachine):
     rows, window = 0, 2
 
 
-_budget = settings(
-    max_examples=examples(40),
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
 TestPoints = PointsMachine.TestCase
 TestEverySecond = EverySecondMachine.TestCase
 TestWriteBack = WriteBackMachine.TestCase
 TestSelective = SelectiveMachine.TestCase
 TestWindows = WindowsMachine.TestCase
 for case in (TestPoints, TestEverySecond, TestWriteBack, TestSelective, TestWindows):
-    case.settings = _budget
+    case.settings = settings(
+        max_examples=examples(40, 2 if case is TestPoints else 4),
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 del case  # else pytest finds the last one twice

@@ -31,6 +31,7 @@ from kvcore.memory.layout import (
     vllm_cpu_layout,
 )
 from kvcore.model.shape import BlockShape
+from support.budget import examples
 from support.strides import (
     DTYPES,
     StridedCopy,
@@ -54,7 +55,7 @@ both = pytest.mark.parametrize("ops", [ReferenceOps(), NativeOps()], ids=lambda 
 @given(
     copy=copies([1, 3, 8, 10, 16], [1, 2, 5, 8, 11]), stream_bytes=st.sampled_from([ALWAYS, NEVER])
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_strides_to_any_strides(ops: DeviceOps, copy: StridedCopy, stream_bytes: int) -> None:
     """Equal to the oracle in every byte of every storage: nothing else is touched."""
     before, expected = contents(copy.src), copy.expected()
@@ -106,7 +107,7 @@ def engine_view(name: str, shape: BlockShape, pages: int, page_tokens: int) -> K
 @example(("arena", "vec"), 64, 16, 8, 2, ALWAYS, 0, 2)
 @example(("vec", "vec"), 64, 600, 1, 2, ALWAYS, 1, 3)
 @example(("arena", "vec"), 264, 16, 2, 2, NEVER, 0, 4)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_native_equals_reference_at_real_sizes(
     names: tuple[str, str],
     head_dim: int,

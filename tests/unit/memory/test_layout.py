@@ -31,6 +31,7 @@ from kvcore.memory.layout import (
     vllm_cpu_layout,
 )
 from kvcore.model.shape import BlockShape
+from support.budget import examples
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn"]
 POISON = 0x5A
@@ -168,7 +169,7 @@ def fits(engine: str, shape: BlockShape, page_tokens: int) -> bool:
 @pytest.mark.parametrize("ops", both_ops(), ids=lambda o: o.name)
 @pytest.mark.parametrize("engine", ENGINES)
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_copies_agree_with_the_definition(ops: DeviceOps, engine: str, data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([4, 8, 16]))
     page = data.draw(st.sampled_from([4, 8, 32]))
@@ -201,7 +202,7 @@ def test_copies_agree_with_the_definition(ops: DeviceOps, engine: str, data: st.
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_from_one_engine_through_canonical_blocks_to_another_and_back(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([8, 16, 32]))
     shape = data.draw(shapes(block))
@@ -255,7 +256,7 @@ def test_blocks_of_one_tensor_parallel_size_are_read_at_another(
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_native_equals_reference_on_odd_shapes(data: st.DataObject) -> None:
     """Head sizes and pages that no fast path likes, a range of layers and of heads."""
     block = data.draw(st.sampled_from([1, 3, 8, 16, 63]))

@@ -21,6 +21,7 @@ from kvcore.memory.points import RowCopy, row_copies, row_view
 from kvcore.memory.runs import SlotPlace
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
+from support.budget import examples
 
 both = pytest.mark.parametrize("ops", [ReferenceOps(), NativeOps()], ids=lambda ops: ops.name)
 BLOCKS = [
@@ -135,7 +136,7 @@ def engines(draw: st.DrawFn) -> Engine:
 
 @both
 @given(engine=engines(), seed=st.integers(0, 99), data=st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_point_comes_back_in_other_pages_and_nothing_else_is_touched(
     ops: DeviceOps, engine: Engine, seed: int, data: st.DataObject
 ) -> None:
@@ -181,7 +182,7 @@ def each(engine: Engine, group: int) -> range:
 
 
 @given(engine=engines())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_rows_of_each_group_are_told_once(engine: Engine) -> None:
     parts = row_copies(engine.point, engine.tensors)
     assert len({(part.row, part.group) for part in parts}) == len(parts)

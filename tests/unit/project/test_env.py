@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import shutil
 import subprocess
 import sys
 import threading
@@ -167,25 +168,33 @@ def test_vllm_s_cpu_build_gets_the_name_that_its_command_asks_for(
     assert not found.entry_points
 
 
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real environment with pip, of which a test takes a copy: to make it takes seconds."""
+    made = tmp_path_factory.mktemp("real") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
+    return made
+
+
 @pytest.mark.slow
 def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
-    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    env: ModuleType, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, path = tmp_path / "vllm", tmp_path / "vllm-0.33"
     command = ["vllm-0.33", "--path", str(path), "--base", str(base), "--device", "cpu"]
     monkeypatch.undo()  # the environments and the steps are real here
     assert env.main(command) == 1, "there is no base"
-    subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+    shutil.copytree(real, base, symlinks=True)
     below = env.Environment(base, tmp_path / "log")
     (below.site / "vllm").mkdir()
     (below.site / "vllm" / "_C.abi3.so").write_bytes(b"compiled")
     (below.site / "torch.py").touch()
     below.stamp({"engine": "one"})
-    real = env.Environment.pip
+    its_pip = env.Environment.pip
 
     def pip(self: object, *arguments: str) -> None:
         if arguments[0] != "download":
-            real(self, *arguments)
+            its_pip(self, *arguments)
             return
         wheel = Path(arguments[arguments.index("--dest") + 1]) / "vllm-0.33.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
@@ -209,22 +218,22 @@ def test_a_layer_holds_a_version_s_python_and_links_to_what_its_base_compiled(
 
 @pytest.mark.slow
 def test_a_layer_of_sglang_is_its_wheel_over_sglang_s_environment(
-    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    env: ModuleType, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # the environments and the steps are real here
     monkeypatch.setattr(env, "ROOT", tmp_path)
     base = tmp_path / ".venvs" / "sglang"
     command = ["sglang-0.5.20", "--device", "cpu"]
     assert env.main(command) == 1, "there is no base"
-    subprocess.run([sys.executable, "-m", "venv", str(base)], check=True)
+    shutil.copytree(real, base, symlinks=True)
     below = env.Environment(base, tmp_path / "log")
     (below.site / "torch.py").write_text("version = 'of the base'\n")
     below.stamp({"engine": "one"})
-    real = env.Environment.pip
+    its_pip = env.Environment.pip
 
     def pip(self: object, *arguments: str) -> None:
         if arguments[0] != "download":
-            real(self, *arguments)
+            its_pip(self, *arguments)
             return
         assert arguments[-1] == "sglang==0.5.20"
         folder = Path(arguments[arguments.index("--dest") + 1])

@@ -79,6 +79,13 @@ def test_the_process_that_publishes_events_is_light() -> None:
     assert not loaded_after(code) & HEAVY
 
 
+@pytest.mark.slow
+def test_the_reference_engine_starts_without_torchs_compiler() -> None:
+    """It would be half of a start, and tests start dozens of these processes."""
+    code = "import sys, kvcore.testing.engine.driver; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_kvcore_imports_no_engine() -> None:
     found = {str(path.relative_to(ROOT)): imported(path.read_text()) for path in SOURCES}
     assert len(found) > 200, "the sources were not found"

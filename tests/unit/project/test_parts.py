@@ -1,4 +1,4 @@
-"""The parts of `make test` run every file of tests, each once."""
+"""The parts of `make test`, and of `make test-unit`, run every file of tests, each once."""
 
 import fnmatch
 import os
@@ -6,14 +6,16 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 
-def parts() -> list[list[str]]:
-    """Return the arguments of pytest in each run of the parts that share the cores."""
+def parts(*targets: str) -> list[list[str]]:
+    """Return the arguments of pytest in each run of targets that share the cores."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     said = subprocess.run(
-        ["make", "--dry-run", "test-vllm", "test-beside"],
+        ["make", "--dry-run", *targets],
         cwd=ROOT, env=env, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     lines = [line for line in said.splitlines() if " -m pytest " in line]
@@ -28,11 +30,21 @@ def runs(part: list[str], file: str) -> bool:
     )
 
 
-def test_every_file_is_in_one_part() -> None:
-    files = [str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py")]
-    assert len(files) > 300
-    made = parts()
-    assert len(made) == 4
+@pytest.mark.parametrize(
+    ("targets", "count", "folders"),
+    [
+        (("test-vllm", "test-beside"), 4, ["."]),
+        (("test-unit-a-h", "test-unit-i-z"), 2, ["unit", "adapters"]),
+    ],
+)
+def test_every_file_is_in_one_part(
+    targets: tuple[str, ...], count: int, folders: list[str]
+) -> None:
+    found = [file for name in folders for file in (ROOT / "tests" / name).glob("**/test_*.py")]
+    files = [str(file.relative_to(ROOT)) for file in found]
+    assert len(files) > 200
+    made = parts(*targets)
+    assert len(made) == count
     assert {file: [runs(part, file) for part in made].count(True) for file in files} == (
         dict.fromkeys(files, 1)
     )

@@ -145,7 +145,7 @@ def test_cell(
             if rounds >= 3 and faults.struck[seam, fault]:
                 break
             ask(engine, right)
-            time.sleep(0.05)
+            time.sleep(0.01)
         provoke(engine, seam)
         assert faults.struck[seam, fault], "the fault did not happen"
         faults.clear()

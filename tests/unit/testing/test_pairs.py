@@ -7,7 +7,7 @@ from itertools import combinations, product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.pairs import Row, covering, pairs_of
+from support.pairs import Row, covering, paired, pairs_of
 
 SIZES = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 
@@ -60,3 +60,15 @@ def test_rows_are_spread_over_the_values() -> None:
     rows = covering(product("ab", "xy", "1234"), given=elsewhere)
     assert len(rows) == 8
     assert sum(row[1] == "x" for row in rows) == 4
+
+
+def test_paired_has_every_row_and_marks_those_that_no_pair_needs() -> None:
+    factors = ([1, 2, 3], "abc", [True, False])
+    made = paired(*factors, name=repr)
+    assert [param.values for param in made] == list(product(*factors))
+    assert made[0].id == "1-'a'-True"
+    daily = [param.values for param in made if not param.marks]
+    assert 9 <= len(daily) < len(made)
+    wanted = set().union(*map(pairs_of, product(*factors)))
+    assert set().union(*map(pairs_of, daily)) == wanted
+    assert {mark.name for param in made for mark in param.marks} == {"exhaustive"}

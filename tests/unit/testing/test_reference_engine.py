@@ -98,15 +98,17 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "folder",
+    ("ranks", "folder"),
     [
-        lambda: tiny_model("llama"),
-        pytest.param(smollm2, marks=pytest.mark.engine),
+        pytest.param(1, lambda: tiny_model("llama"), id="1-tiny"),
+        pytest.param(2, lambda: tiny_model("llama"), id="2-tiny", marks=pytest.mark.exhaustive),
+        pytest.param(
+            1, smollm2, id="1-smollm2", marks=[pytest.mark.engine, pytest.mark.exhaustive]
+        ),
+        pytest.param(2, smollm2, id="2-smollm2", marks=pytest.mark.engine),
     ],
-    ids=["tiny", "smollm2"],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_hugging_face_answers_the_same(folder: Callable[[], Path], ranks: int) -> None:
+def test_hugging_face_answers_the_same(ranks: int, folder: Callable[[], Path]) -> None:
     from transformers import AutoModelForCausalLM
 
     path = folder()

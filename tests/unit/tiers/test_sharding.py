@@ -20,6 +20,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription, even_stages
 from kvcore.tiers.base import BlockRead, SlotError
 from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.sharding import cover, is_tiling, places, runs
+from support.budget import examples
 from support.disk import open_tier
 from support.sharding import (
     HEAD,
@@ -141,7 +142,7 @@ def write_to_disk(folder: Path, geometry: Geometry, seeds: Sequence[int]) -> Non
 
 
 @pytest.mark.usefixtures("kept_queues")
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(written=geometries(), read=geometries())
 def test_any_split_on_disk_is_read_at_any_other(written: Geometry, read: Geometry) -> None:
     with tempfile.TemporaryDirectory() as folder:

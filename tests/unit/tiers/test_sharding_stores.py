@@ -21,6 +21,7 @@ from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.tiers.remote.shard_registry import NBYTES, PLACES, ShardRegistry, pack, unpack
 from kvcore.tiers.remote.tier import StoreKind, prepare
 from kvcore.tiers.sharding import is_tiling, splits_of
+from support.budget import examples
 from support.sharding import (
     PARTS,
     SHAPE,
@@ -93,7 +94,7 @@ def found(store: MemoryStore, geometry: Geometry, seeds: Sequence[int]) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(written=geometries(), read=geometries(), gone=st.integers(0, 99))
 def test_any_split_in_a_store_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int
@@ -318,7 +319,7 @@ def deployments(draw: st.DrawFn) -> Geometry:
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(written=deployments(), read=deployments(), gone=st.integers(0, 99))
 def test_any_size_at_nodes_is_read_at_any_other(
     written: Geometry, read: Geometry, gone: int

@@ -27,6 +27,7 @@ from kvcore.tiers.base import BlockRead, BlockRecord, Tier
 from kvcore.tiers.disk import DiskAccess, DiskTier, Geometry, MountedStore
 from kvcore.tiers.memory import MemoryTier
 from kvcore_devtools.memory_pages import huge_nbytes, resident_nbytes
+from support.budget import examples
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
@@ -125,7 +126,7 @@ class TwoTiers(RuleBasedStateMachine):
 
 
 TestTwoTiers = pytest.mark.usefixtures("kept_queues")(TwoTiers.TestCase)
-TestTwoTiers.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestTwoTiers.settings = settings(max_examples=examples(25), stateful_step_count=20, deadline=None)
 
 
 def test_memory_notices_that_it_was_tampered_with() -> None:

@@ -34,6 +34,7 @@ from kvcore.transfer.graph import (
 from kvcore.transfer.op_thread import OpThread, OpTiming
 from kvcore.transfer.path_queue import BYTES_ISSUED, SAVES_ISSUED
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, layer_steps
+from support.budget import examples
 
 WAIT = 20.0
 
@@ -245,7 +246,7 @@ class Gated(EngineRig):
     loads=st.lists(st.tuples(st.integers(1, 24), st.integers(0, 6)), min_size=2, max_size=7),
     piece=st.integers(1, 5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_load_with_the_fewest_bytes_left_is_first_until_others_have_had_as_many(
     loads: list[tuple[int, int]], piece: int
 ) -> None:
@@ -677,7 +678,7 @@ class JoiningRig(IssuingRig):
     spoils=st.sets(st.integers(0, 23), max_size=2),
     breaks=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_saves_of_a_step_that_wait_together_are_joined_and_end_each_for_itself(
     steps: list[list[int]], spoils: set[int], breaks: bool
 ) -> None:
@@ -798,7 +799,7 @@ def give_up(rig: IssuingRig, how: str, ahead: list[float]) -> None:
     how=st.sampled_from(["nothing", "cancel", "deadline", "row"]),
     breaks=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_an_op_that_was_issued_ends_well_whatever_happens_to_its_graph(
     host: int, disk: int, how: str, breaks: bool
 ) -> None:

@@ -29,6 +29,7 @@ from kvcore.transfer.graph import SKIP, OpReport, Path, RowError, TransferGraph,
 from kvcore.transfer.plan import Chain, TierRows, build_load
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore_devtools.servers import need_client
+from support.budget import examples
 
 need_client("nixl_cu13")
 
@@ -170,7 +171,7 @@ def test_the_pages_are_those_that_come_by_host_memory(
     rig = StagingRig(tmp_path, order, places=3, sums=sums)
     ids = iter(range(1, 10_000))
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     @given(
         places=st.permutations(range(PAGES)),
         left_out=st.sets(st.integers(0, BLOCKS * 2 - 1)),

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvcore.memory.device import device_of
 from kvcore_devtools.gpu import Machine, installed, queued_torch
 from kvcore_devtools.gpu.memory import tensor_spans
+from support.budget import examples
 
 CPU = torch.device("cpu")
 SIDE = 4
@@ -63,7 +64,7 @@ def program(steps: list[tuple[str, int, int]]) -> list[Tensor]:
     return held
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.lists(
         st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 2), st.integers(0, 2)), max_size=12
