@@ -12,8 +12,10 @@ decides the format must be part of the model's fingerprint.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 
 from kvcore.errors import LayoutError
 from kvcore.model.shape import BlockShape
@@ -36,9 +38,13 @@ class PackedPages:
         if not self.page_nbytes or min(self.page_tokens, *self.page_nbytes) < 1:
             raise LayoutError(f"not the pages of a model: {self}")
 
-    def block_tokens(self, wanted: int) -> int:
-        """Return the tokens of a block: ``wanted``, raised to a whole number of pages."""
-        return -(-wanted // self.page_tokens) * self.page_tokens
+    def block_tokens(self, wanted: int, windows: Iterable[int] = ()) -> int:
+        """Return the tokens of a block: ``wanted``, raised to a whole number of pages.
+
+        ``windows`` are the sizes of pages of windows, of which it is a whole number too.
+        """
+        unit = lcm(self.page_tokens, *windows)
+        return -(-wanted // unit) * unit
 
     def offsets(self, block_tokens: int) -> tuple[int, ...]:
         """Return where the pages of each cache begin in a block, and where the last ones end."""

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, lcm
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import (
@@ -164,8 +164,7 @@ def _describe_packed(
         [s for i, s in enumerate(specs) if i not in windows],
         packed=packed_identity(vllm_config, kv_cache_config, packed, names, seen),
     )
-    unit = lcm(packed.page_tokens, *(window.page_tokens for window in seen))
-    block_tokens = -(-block_tokens // unit) * unit
+    block_tokens = packed.block_tokens(block_tokens, [window.page_tokens for window in seen])
     _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
     plain = ModelDescription(
         packed.shape(block_tokens, 1 if all_latents(specs) else ranks),

@@ -199,6 +199,7 @@ def test_a_description_that_does_not_fit_is_refused(changed: dict[str, Any], mat
 def test_a_block_is_a_whole_number_of_pages() -> None:
     packed = PackedPages(64, (100,))
     assert [packed.block_tokens(wanted) for wanted in (16, 64, 65, 256)] == [64, 64, 128, 256]
+    assert packed.block_tokens(16, [96, 4]) == 192
     with pytest.raises(LayoutError, match="whole number"):
         packed.shape(96, 1)
     with pytest.raises(LayoutError, match="not the pages"):
