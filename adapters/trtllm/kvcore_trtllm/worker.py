@@ -235,8 +235,7 @@ class WorkerConnector(StepWorker[int]):
     def _start(self, plan: StepPlan) -> None:
         self._submit_saves(graph for _, graph in plan.early_saves)
         self._cancel(plan.cancel)
-        for graph_id in plan.fence:
-            self._pass(graph_id)
+        self._pass(plan.fence)
         together = self._worker.wave()
         for graph in plan.sync_loads:
             self._submit(graph, together)
@@ -369,18 +368,17 @@ class WorkerConnector(StepWorker[int]):
                 )
         return ""
 
-    def _pass(self, graph_id: int) -> None:
-        """Let the step's work wait until a graph no longer uses pages that it gives to others.
+    def _pass(self, fence: Iterable[int]) -> None:
+        """Let the step's work wait until graphs no longer use pages that it gives to others.
 
-        A load that failed is tried again, and then writes to its pages again. If it finally fails
-        and was not cancelled, the step is broken: another request in it may count on its pages.
+        Saves are issued together. A load that failed is tried again, and then writes to its pages
+        again. If it finally fails and was not cancelled, the step is broken: another request in it
+        may count on its pages.
         """
-        load = self._loads.get(graph_id)
-        if load is None:  # a save, or a load that has ended on this rank
-            self._worker.follow(graph_id)
-        else:
-            self._wait_loads([load])
-        if graph_id in self._failed and graph_id not in self._plan.cancel:
+        graphs = set(fence)
+        self._worker.follow(*sorted(graphs - self._loads.keys()))  # or they have ended here
+        self._wait_loads([self._loads[graph_id] for graph_id in graphs & self._loads.keys()])
+        if graphs & self._failed - set(self._plan.cancel):
             self._plan.broken = self._plan.broken or (
                 "KV that this step shares with a request that loads it did not arrive"
             )
