@@ -26,6 +26,10 @@ joined: the executor copies all of them at once, up to `COPY_BYTES`, for about t
 Each keeps its own state and reports its own end. If copies that were joined cannot be issued, each
 is issued alone, and only those fail that fail alone.
 
+A large save comes in several ops, each of at most `COPY_BYTES` where a row is not larger. So a step
+that gives away the pages of a short save waits for two of them at most, and not for all that was
+saved before: the short save is put first.
+
 An executor may return before its work has ended, with what to wait for: the op is then *issued*.
 Its thread goes on to the next op, and a second thread waits for the ends in order. Whoever may go
 on once the work is in a queue of the device waits for "issued" only (`wait_issued`), and lets its

@@ -131,7 +131,7 @@ class WorkerConnector(StepWorker[int]):
         self._sync: list[Load[int]] = []
         self._waited: set[int] = set()  # layers of this step that the hooks have waited for
         self._saving: dict[int, set[int]] = {}  # request -> saves that read its pages
-        self._saver: dict[int, int] = {}  # save -> request
+        self._saver: dict[int, tuple[int, set[int]]] = {}  # save -> request, copies not ended
         self._loaded: set[int] = set()  # have ended and were not returned yet
         self._failed: set[int] = set()  # loads that have failed, and were not cancelled
         self._loads_asked: set[int] = set()
@@ -227,7 +227,8 @@ class WorkerConnector(StepWorker[int]):
             self._tally.expect(graph)
         for request_id, graph in saves:
             self._saving.setdefault(request_id, set()).add(graph.graph_id)
-            self._saver[graph.graph_id] = request_id
+            copies = {op.op_id for op in graph.ops if op.path.touches_device}
+            self._saver[graph.graph_id] = request_id, copies
         self._sync += [self._expect(graph) for graph in plan.sync_loads]
         for request_id, graph in plan.async_loads:
             self._expect(graph, request_id)
@@ -553,8 +554,9 @@ class WorkerConnector(StepWorker[int]):
 
     def _take(self, report: OpReport) -> None:
         super()._take(report)
-        if report.op_id == 0 and report.graph_id in self._saver:
-            request_id = self._saver.pop(report.graph_id)
+        request_id, copies = self._saver.get(report.graph_id, (0, set()))
+        copies.discard(report.op_id)
+        if not copies and self._saver.pop(report.graph_id, None) is not None:
             self._saving[request_id].discard(report.graph_id)
             if not self._saving[request_id]:
                 del self._saving[request_id]
