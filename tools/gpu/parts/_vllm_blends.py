@@ -1,8 +1,9 @@
 """A blend in vLLM, with two choices of operators in the layers that it runs.
 
 A blend calls vLLM's decoder layers outside of the compiled model. In an engine that compiles, vLLM
-leaves RoPE and the activation to torch's own operations, because the compiler fuses them. So a
-layer of a blend launches several small kernels where an eager engine launches one of vLLM's own.
+leaves RoPE and the activation to torch, because the compiler fuses them with what is around. In a
+layer of a blend RoPE is then several small kernels, and the activation (in 0.32) one that torch
+compiles at its first call. An eager engine launches one of vLLM's own for each.
 """
 
 from __future__ import annotations
