@@ -7,7 +7,9 @@ Three questions, whose answers are constants of `kvcore.memory`:
     pieces    the rate of the driver's batched copy, by the size of its pieces
     options   the same with other options: sources read in any order, the flag "prefer overlap"
     pinning   how long it takes to register memory that nobody has touched, and memory that threads
-              have faulted in before; the longest wait of a launch on the GPU meanwhile
+              have faulted in before, without pauses and with a pause after each chunk that is as
+              long as the chunk took; the longest wait of a launch on the GPU meanwhile, and how
+              many launches a second there were
 
 It needs a GPU. The baseline of a rate is one contiguous `cudaMemcpyAsync` of as many bytes.
 """
@@ -22,10 +24,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -33,19 +35,24 @@ import torch
 from benchmarks._report import Report
 from kvcore.memory import pinned
 from kvcore.memory.cuda_batch import BatchCopy, batch_copy
-from kvcore.memory.device import device_of
+from kvcore.memory.device import Device, device_of
 from kvcore.memory.hugepages import Pages
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = ("question", "what", "GB/s", "to baseline", "seconds", "longest wait ms")
+COLUMNS = (
+    "question", "what", "GB/s", "to baseline", "seconds", "longest wait ms", "launches/s"
+)  # fmt: skip
 PIECES = (4 << 10, 8 << 10, 16 << 10, 28 << 10, 64 << 10, 256 << 10, 2 << 20, 32 << 20)
 NBYTES = 64 << 20
 ORDERS = {"stream": 1, "any": 3}
 """Values of CUmemcpySrcAccessOrder."""
 FLAGS = {"": 0, ", prefer overlap": 1}
 """Values of CUmemcpyFlags."""
+CHUNKS = (1 << 30, pinned.CHUNK_NBYTES)
+THREADS = (0, 1, 8)
+"""How many threads fault the memory in before it is registered."""
 
 
 def seconds_of(way: Callable[[], object], rounds: int = 10) -> float:
@@ -103,41 +110,94 @@ def rates(report: Report) -> None:
                     )
 
 
-def pinning(report: Report, nbytes: int) -> None:
-    """Measure registration of new memory, in chunks of two sizes, faulted in before or not."""
-    device = device_of(torch.device("cuda"))
-    for chunk in (1 << 30, 128 << 20):
-        for threads in (0, 1, 8):
-            for huge in (True, False):
-                pages = Pages(nbytes, huge=huge)
-                watch = _Watch()
-                began = time.perf_counter()
-                if threads:
-                    cuts = np.linspace(0, nbytes >> 12, threads + 1).astype(int) << 12
-                    with ThreadPoolExecutor(threads) as pool:
-                        for start, stop in pairwise(cuts):
-                            pool.submit(pages.prefault, int(start), int(stop), lambda: True)
-                faulted = time.perf_counter() - began
-                pinned.CHUNK_NBYTES = chunk
-                done = pinned.PinnedRange(device, pages.address, nbytes, 1 << 21)
-                seconds = time.perf_counter() - began
-                longest = watch.stop()
-                done.close()
-                pages.close()
-                what = f"chunks of {chunk >> 20} MiB, {threads} threads before, huge={huge}"
-                report.add(
-                    question="pinning", what=f"{what} (faulted in {faulted:.2f} s)",
-                    seconds=seconds, **{"GB/s": nbytes / seconds / 1e9,
-                    "longest wait ms": longest * 1e3},
-                )  # fmt: skip
+class _Pinned(NamedTuple):
+    """A way to register memory: its chunks, threads that fault it in before, huge pages, pauses."""
+
+    chunk: int
+    threads: int
+    huge: bool
+    pauses: bool = False
+
+    def __str__(self) -> str:
+        pauses = ", with pauses" * self.pauses
+        chunk = f"chunks of {self.chunk >> 20} MiB{pauses}"
+        return f"{chunk}, {self.threads} threads before, huge={self.huge}"
 
 
-class _Watch:
-    """The longest time that a small kernel took to be launched and to end, until `stop`."""
+def pinning(report: Report, nbytes: int, device: Device, watch: Callable[[], Watch]) -> None:
+    """Measure registration of new memory in several ways.
+
+    ``watch`` begins to look at how long launches take.
+    """
+    ways = [_Pinned(*way) for way in product(CHUNKS, THREADS, (True, False))]
+    ways += [_Pinned(CHUNKS[-1], threads, huge=True, pauses=True) for threads in (0, THREADS[-1])]
+    for way in ways:
+        pages = Pages(nbytes, huge=way.huge)
+        watching = watch()
+        began = time.perf_counter()
+        if way.threads:
+            cuts = np.linspace(0, nbytes >> 12, way.threads + 1).astype(int) << 12
+            with ThreadPoolExecutor(way.threads) as pool:
+                for start, stop in pairwise(cuts):
+                    pool.submit(pages.prefault, int(start), int(stop), lambda: True)
+        faulted = time.perf_counter() - began
+        pinned.CHUNK_NBYTES, default = way.chunk, pinned.CHUNK_NBYTES
+        wanted = _Pauses() if way.pauses else _always
+        done = pinned.PinnedRange(device, pages.address, nbytes, 1 << 21, wanted=wanted)
+        pinned.CHUNK_NBYTES = default
+        seconds = time.perf_counter() - began
+        seen = watching.stop()
+        done.close()
+        pages.close()
+        report.add(
+            question="pinning",
+            what=f"{way} (faulted in {faulted:.2f} s)",
+            seconds=seconds,
+            **{
+                "GB/s": nbytes / seconds / 1e9,
+                "longest wait ms": seen.longest * 1e3,
+                "launches/s": seen.launches / seconds,
+            },
+        )
+
+
+def _always() -> bool:
+    return True
+
+
+class _Pauses:
+    """Sleeps before each chunk but the first, for as long as the chunk before it took."""
+
+    def __init__(self) -> None:
+        self._ended: float | None = None
+
+    def __call__(self) -> bool:
+        now = time.perf_counter()
+        if self._ended is not None:
+            time.sleep(now - self._ended)
+        self._ended = time.perf_counter()
+        return True
+
+
+class Seen(NamedTuple):
+    """The longest time in seconds that a launch took to be made and to end, and how many ended."""
+
+    longest: float
+    launches: int
+
+
+class Watch(Protocol):
+    """Launches something again and again until `stop`."""
+
+    def stop(self) -> Seen: ...
+
+
+class _Launches:
+    """A small kernel, launched again when it has ended."""
 
     def __init__(self) -> None:
         self._stopped = threading.Event()
-        self._longest = 0.0
+        self._seen = Seen(0.0, 0)
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
         time.sleep(0.05)
@@ -152,12 +212,13 @@ class _Watch:
                 began = time.perf_counter()
                 one.add_(1)
                 stream.synchronize()
-                self._longest = max(self._longest, time.perf_counter() - began)
+                longest, launches = self._seen
+                self._seen = Seen(max(longest, time.perf_counter() - began), launches + 1)
 
-    def stop(self) -> float:
+    def stop(self) -> Seen:
         self._stopped.set()
         self._thread.join()
-        return self._longest
+        return self._seen
 
 
 def draw(figure: Figure, rows: Sequence[dict[str, Any]]) -> None:
@@ -188,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with device_of(torch.device("cuda")).stream().issuing():
             rates(report)
-        pinning(report, int(options.gib * (1 << 30)))
+        device = device_of(torch.device("cuda"))
+        pinning(report, int(options.gib * (1 << 30)), device, _Launches)
     finally:  # keep what was measured
         report.finish(options.out, draw)
     return 0

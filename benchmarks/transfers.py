@@ -1,4 +1,4 @@
-"""What many small saves cost the host, and how long a short load waits behind a long one.
+"""What many small saves cost the host, and how long a short copy waits behind a long one.
 
     python -m benchmarks.transfers [--saves 256] [--rounds 7] [--mib 1024] [--device cuda]
 
@@ -9,6 +9,8 @@
              the leader cuts it, and uncut. Measured is the time until each has ended. The pages are
              on --device: by default in the CPU's memory, so that the copies are real. A GPU's link
              is several times as fast.
+    fences   the same with saves, of which the short one is waited for, as by a step that gives its
+             pages to another request. Both are saves of one step.
 
 Every ratio is of two medians of the same run, whose rounds alternate.
 """
@@ -82,9 +84,11 @@ class Graphs:
     def __init__(self) -> None:
         self._ids = itertools.count(1)
 
-    def save(self, blocks: Sequence[int]) -> TransferGraph:
-        """Return a save of these blocks."""
-        graph = build_save(next(self._ids), _chain(blocks), blocks, None, batch_rows=16)
+    def save(self, blocks: Sequence[int], copy_rows: int | None = None) -> TransferGraph:
+        """Return a save of these blocks, cut into copies of ``copy_rows``."""
+        graph = build_save(
+            next(self._ids), _chain(blocks), blocks, None, batch_rows=16, copy_rows=copy_rows
+        )
         return graph.bind(_units(blocks))
 
     def load(self, blocks: Sequence[int], copy_rows: int | None) -> TransferGraph:
@@ -145,8 +149,12 @@ def saves(count: int, rounds: int) -> dict[str, float]:
     return found
 
 
-def loads(nbytes: int, rounds: int, device: str) -> dict[str, float]:
-    """Return the milliseconds until a short load and the long one before it have ended."""
+def waits(nbytes: int, rounds: int, device: str, *, save: bool) -> dict[str, float]:
+    """Return the milliseconds until a short copy and the long one before it have ended.
+
+    Loads, of which no step waits for either, or saves of one step, of which the short one is
+    waited for.
+    """
     shape = BlockShape(32, 8, 128, TOKENS, "bfloat16")
     blocks = max(2, nbytes // shape.nbytes)
     graphs = Graphs()
@@ -155,17 +163,22 @@ def loads(nbytes: int, rounds: int, device: str) -> dict[str, float]:
     with worker(shape, blocks + 1, device, ops) as rank:
         for number in range(rounds + 1):
             for way, rows in (("uncut", None), ("cut", COPY_BYTES // shape.nbytes)):
-                long, short = graphs.load(range(blocks), rows), graphs.load([blocks], rows)
+                plan = graphs.save if save else graphs.load
+                long, short = plan(range(blocks), rows), plan([blocks], rows)
+                together = rank.wave() if save else None
                 began = time.perf_counter()
-                assert not rank.submit(long)
+                assert not rank.submit(long, together)
                 time.sleep(BEGUN_S)  # else the short one is first in both ways
-                assert not rank.submit(short)
+                assert not rank.submit(short, together)
                 for name, graph in (("short", short), ("long", long)):
+                    if save:
+                        rank.follow(graph.graph_id)
                     assert rank.engine.wait(graph.graph_id, WAIT_S)
                     if number:
                         since = began + (BEGUN_S if name == "short" else 0)
                         taken = (time.perf_counter() - since) * 1e3
-                        found.setdefault(f"{name} load, {way}", []).append(taken)
+                        what = f"{name} {'save' if save else 'load'}, {way}"
+                        found.setdefault(what, []).append(taken)
                 assert not any(report.failed for report in rank.poll())
     return {name: statistics.median(taken) for name, taken in found.items()}
 
@@ -186,8 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--saves", type=int, default=256, help="saves of one block")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mib", type=int, default=1024, help="MiB of the long load")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the loads")
+    parser.add_argument("--mib", type=int, default=1024, help="MiB of the long copy")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the waits")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -197,15 +210,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "MiB": options.mib,
         "device": options.device,
     }
-    report = Report("transfers", COLUMNS, "saves one by one; loads that are uncut", notes)
+    report = Report("transfers", COLUMNS, "saves one by one; copies that are uncut", notes)
     found = saves(options.saves, options.rounds)
     for way, ms in found.items():
         ratio = ms / found["one by one"]
         report.add(what="saves, on a core", way=way, ms=ms, **{"of the baseline": ratio})
-    found = loads(options.mib << 20, options.rounds, options.device)
-    for way, ms in found.items():
-        ratio = ms / found[f"{way.split(',')[0]}, uncut"]
-        report.add(what="loads", way=way, ms=ms, **{"of the baseline": ratio})
+    for what in ("loads", "fences"):
+        found = waits(options.mib << 20, options.rounds, options.device, save=what == "fences")
+        for way, ms in found.items():
+            ratio = ms / found[f"{way.split(',')[0]}, uncut"]
+            report.add(what=what, way=way, ms=ms, **{"of the baseline": ratio})
     report.finish(options.out, draw)
     return 0
 

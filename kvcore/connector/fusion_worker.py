@@ -99,15 +99,25 @@ def _well(well: bool) -> bool:
     return well
 
 
+def _lost(error: Exception) -> RankLostError:
+    """Return what ends an engine whose ranks may wait for one that has failed between meetings."""
+    return RankLostError(
+        f"this rank failed beside a blend ({type(error).__name__}: {error}) while other ranks may "
+        "wait for it; the engine must be restarted"
+    )
+
+
 class _Meetings:
     """Keeps a rank in step with the others: all of them *meet* (agree) before each blend.
 
-    ``agree`` is `DecoderLayers.agree`. Every rank makes one call for each order of a step. The
-    others would wait for ever for a rank that did not.
+    ``agree`` is `DecoderLayers.agree`, and ``collective`` says whether there are other ranks. Every
+    rank makes one call for each order of a step. The others would wait for ever for a rank that did
+    not.
     """
 
-    def __init__(self, agree: Callable[[bool], bool]) -> None:
+    def __init__(self, agree: Callable[[bool], bool], *, collective: bool) -> None:
         self._agree = agree
+        self._collective = collective
         self._met: list[BlendOrder] = []  # kept, so that no other order gets the id of one
 
     def begin(self) -> None:
@@ -121,7 +131,19 @@ class _Meetings:
     def agree(self, order: BlendOrder, well: bool) -> bool:
         """Return True if every rank can carry out the order. A collective."""
         self.note([order])
-        return self._agree(well)
+        return self.ask(well)
+
+    def ask(self, well: bool) -> bool:
+        """Return True if every rank is well. A collective.
+
+        Raises RankLostError if that cannot be known: the others may wait for this one.
+        """
+        try:
+            return self._agree(well)
+        except Exception as error:
+            if not self._collective:
+                raise
+            raise _lost(error) from error
 
     def note(self, orders: Iterable[BlendOrder]) -> None:
         """Record that this rank will meet the others for these orders."""
@@ -150,8 +172,8 @@ class RefusingFusionWorker:
     def __init__(self, page_tokens: int, agree: Callable[[bool], bool] = _well) -> None:
         self._page_tokens = page_tokens
         self._orders: list[BlendOrder] = []
-        self._meetings = _Meetings(agree)
         self.meets_others = agree is not _well and getattr(agree, "collective", True)
+        self._meetings = _Meetings(agree, collective=self.meets_others)
 
     def begin(
         self, orders: Sequence[BlendOrder], mark: Callable[[], Event | None]
@@ -214,7 +236,7 @@ class FusionWorker:
         self._orders: list[tuple[BlendOrder, bool]] = []  # whether all its copies were begun
         self._reports: list[BlendReport] = []
         self._timed: deque[tuple[BlendTime, BlendClock]] = deque()
-        self._meetings = _Meetings(layers.agree)
+        self._meetings = _Meetings(layers.agree, collective=layers.collective)
         self._profile: list[tuple[int, float]] = []
 
     @property
@@ -512,16 +534,33 @@ class PromisedFusionWorker(FusionWorker):
         """Make the KV of every order. Blocks.
 
         ``arrived`` waits for the chunks of an order and returns True if all are there. Raises
-        TransferError, on every rank, if the layers cannot be run at all.
+        TransferError, on every rank, if the layers cannot be run at all, and RankLostError if
+        other ranks may wait for this one.
         """
         orders, self._orders = self._orders, []
-        self._meetings.note(order for order, _ in orders)
         try:
-            for order, begun in orders:
-                self._carry_out(order, self._there(order, arrived) and begun)
+            self._make(orders, arrived)
+        except RankLostError:
+            orders = []  # the engine ends: it gives no page to others
+            raise
         finally:
             for order, _ in orders:
                 self._follow(order)
+
+    def _make(
+        self, orders: Iterable[tuple[BlendOrder, bool]], arrived: Callable[[BlendOrder], bool]
+    ) -> None:
+        """Make the KV of every order. Raises as `carry_out` does."""
+        try:
+            self._meetings.note(order for order, _ in orders)
+            for order, begun in orders:
+                self._carry_out(order, self._there(order, arrived) and begun)
+        except (RankLostError, TransferError):
+            raise
+        except Exception as error:
+            if not self.meets_others:
+                raise
+            raise _lost(error) from error
 
     def decline(self, orders: Sequence[BlendOrder]) -> None:
         """Tell the other ranks that this one carries out none of a step's orders.
@@ -530,8 +569,8 @@ class PromisedFusionWorker(FusionWorker):
         in which the ranks meet in any case. A collective; ends the step.
         """
         if self._meetings.left(orders):
-            self._layers.agree(False)  # the first order's chunks have not arrived
-            self._layers.agree(False)  # and it cannot be computed
+            self._meetings.ask(False)  # the first order's chunks have not arrived
+            self._meetings.ask(False)  # and it cannot be computed
         self._meetings.end(orders)
 
     def _there(self, order: BlendOrder, arrived: Callable[[BlendOrder], bool]) -> bool:
@@ -551,7 +590,7 @@ class PromisedFusionWorker(FusionWorker):
         return True
 
     def _carry_out(self, order: BlendOrder, well: bool) -> None:
-        able = self._layers.agree(well)
+        able = self._meetings.ask(well)
         if able and self._done(order, True, _landed):
             return
         bare = replace(order, chunks=[], ratio=0.0)

@@ -301,6 +301,8 @@ class LeaderCore(ABC, Generic[F]):
         """
         self.manager.complete(report)
         released = self._users.ended(report)
+        if report.failed and not released:  # a part of a save: it is not learned
+            self._saved.pop(report.graph_id, None)
         saved = self._saved.pop(report.graph_id, None) if released else None
         if saved is not None and not report.failed:
             self._learn(saved)

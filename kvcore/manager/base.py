@@ -133,8 +133,8 @@ class TransferOptions:
             kept in the host tier.
         device_slots: blocks in every worker's staging on the device, for loads past host memory.
         batch_blocks: the most blocks of one operation of a backing tier.
-        copy_blocks: the most blocks that one operation copies from host memory to the device in a
-            load that no step waits for; None for any number.
+        copy_blocks: the most blocks that one operation copies between host memory and the device,
+            in a save, and in a load that no step waits for; None for any number.
         max_in_flight: the most graphs in flight.
         write_through_in_save: if True, the graph of a save also writes to the first write-through
             tier. If False, the save ends in host memory, and separate graphs write to the tiers

@@ -5,7 +5,7 @@
      └────▶ drop: released, nothing published
 
 While a graph is planned or in flight, its source blocks are pinned and its targets are reserved. A
-target is published when the op that fills it is reported, never before.
+target is published when the last op that fills it is reported, never before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcore.manager.invalidation import Invalidation
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, Path, RowError, TransferGraph, TransferOp
 
-__all__ = ["STALLED_S", "Flight", "Flights"]
+__all__ = ["STALLED_S", "Flight", "Flights", "Target"]
 
 _log = logging.getLogger("kvcore.manager")
 
@@ -32,6 +32,19 @@ STALLED_S = 1.0
 """Seconds without the end of any op after which no load waits for others to end."""
 _GIVEN_UP = frozenset({RowError.CANCELLED, RowError.DEADLINE})
 _EMPTY = TransferGraph(0, 0, b"", b"", (), (), (), (), ())  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Target:
+    """A reservation to publish once all ops that fill it have been reported.
+
+    ``ops`` is the number of those that have not been. ``failed`` are the rows of the others that
+    could not be filled.
+    """
+
+    reservation: Reservation
+    ops: int = 1
+    failed: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -42,7 +55,7 @@ class Flight:
         keys: the chain of its prompt, from the first block.
         first_block: the position in the chain of row 0.
         reserved: reservations whose ops are not planned yet.
-        targets: reservations to publish, by the op that fills them.
+        targets: what is to be published, by each op that fills it.
         pins: pins on its source blocks.
         holds: reservations whose slots other ops of the graph read after they are published.
         staging: staging slots in host memory that it has.
@@ -59,7 +72,7 @@ class Flight:
     keys: Sequence[bytes]
     first_block: int
     reserved: list[Reservation] = field(default_factory=list)
-    targets: dict[int, Reservation] = field(default_factory=dict)
+    targets: dict[int, Target] = field(default_factory=dict)
     pins: list[Pin] = field(default_factory=list)
     holds: list[Reservation] = field(default_factory=list)
     staging: list[int] = field(default_factory=list)
@@ -70,6 +83,11 @@ class Flight:
     expires: float | None = None
     on_end: list[Callable[[], object]] = field(default_factory=list)
     graph: TransferGraph = _EMPTY
+
+    @property
+    def unpublished(self) -> list[Reservation]:
+        """The reservations of the targets, each once."""
+        return [target.reservation for target in dict.fromkeys(self.targets.values())]
 
 
 class Flights:
@@ -100,7 +118,9 @@ class Flights:
         self.batch = min(options.batch_blocks, len(self.staging) or options.batch_blocks)
         """The most blocks of one op."""
         self.copied = options.copy_blocks
-        """The most blocks of one copy to the device that no step waits for; None for any number."""
+        """The most blocks of one copy from the device, or of one to it that no step waits for.
+
+        None for any number."""
         self.ids = itertools.count(1)
         """Numbers the graphs, for whoever plans them."""
         self._max_in_flight = options.max_in_flight
@@ -225,7 +245,7 @@ class Flights:
         if not self._flights:
             self._last_end = self._clock()  # no graph was in flight that could have ended
         self._flights[graph.graph_id] = flight
-        for reservation in flight.targets.values():
+        for reservation in flight.unpublished:
             if reservation.tier == HOST and len(graph.ops) > 1:  # later ops read these slots
                 self._index.lifecycle.hold(reservation)
                 flight.holds.append(reservation)
@@ -280,7 +300,7 @@ class Flights:
 
         What it was to fill is reserved no more, and not published.
         """
-        for reservation in (*flight.reserved, *flight.targets.values()):
+        for reservation in (*flight.reserved, *flight.unpublished):
             self._invalidation.invalidate_removed(reservation)
             self._index.lifecycle.abort(reservation)
         for pin in flight.pins:
@@ -298,10 +318,15 @@ class Flights:
             assert flight.waiting, f"graph {flight.graph.graph_id} waits for nothing"
 
     def _publish(self, flight: Flight, report: OpReport) -> None:
-        reservation = flight.targets.pop(report.op_id)
-        self._invalidation.invalidate_removed(reservation)
-        failed_from = flight.first_block + min(report.failed) if report.failed else None
-        self._index.lifecycle.commit(reservation, failed_from)
+        """Publish what an op has filled, if it was the last one: up to the first failed row."""
+        target = flight.targets.pop(report.op_id)
+        target.ops -= 1
+        target.failed.update(report.failed)
+        if target.ops:
+            return
+        self._invalidation.invalidate_removed(target.reservation)
+        failed_from = flight.first_block + min(target.failed) if target.failed else None
+        self._index.lifecycle.commit(target.reservation, failed_from)
 
     def _count_read(self, flight: Flight, op: TransferOp, sign: int) -> None:
         """Add an op's read to what is left of a flight, or subtract it.

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from kvcore.errors import KVCoreError, TransferError
 from kvcore.index import BlockIndex, Reservation
 from kvcore.manager.base import HOST, Hit, Planned
-from kvcore.manager.inflight import Flight, Flights
+from kvcore.manager.inflight import Flight, Flights, Target
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.transfer.graph import Priority, Span, TransferGraph
@@ -227,7 +227,7 @@ def _assign(flight: Flight, graph: TransferGraph) -> None:
     by_row = {r.start - flight.first_block: r for r in flight.reserved}
     for op in graph.ops:
         if op.path.reads_tier and op.rows[0] in by_row:
-            flight.targets[op.op_id] = by_row.pop(op.rows[0])
+            flight.targets[op.op_id] = Target(by_row.pop(op.rows[0]))
     flight.reserved = list(by_row.values())
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Planned, WritePolicy
-from kvcore.manager.inflight import Flight, Flights
+from kvcore.manager.inflight import Flight, Flights, Target
 from kvcore.manager.invalidation import Invalidation
 from kvcore.manager.lower_tiers import LowerTiers
 from kvcore.model.points import PointRows
@@ -102,8 +102,8 @@ class Offloader:
             return None
         # There was no room for the last blocks, or the first were being evicted and were kept.
         blocks = Span(reservation.start, reservation.stop)
-        flight = Flight(keys, blocks.start, targets={0: reservation})
-        graph = self._save(flight, keys, namespace, blocks, edge)
+        flight = Flight(keys, blocks.start)
+        graph = self._save(flight, reservation, keys, namespace, edge)
         self._flights.plan(flight, graph)
         return Planned(graph, keys, blocks, tokens)
 
@@ -119,15 +119,16 @@ class Offloader:
     def _save(
         self,
         flight: Flight,
+        into: Reservation,
         keys: Sequence[bytes],
         namespace: bytes,
-        blocks: Span,
         edge: int | None,
     ) -> TransferGraph:
-        """Return the graph of a save, whose op 0 fills the reservation that ``flight`` has.
+        """Return the graph of a save whose copies from the device fill ``into``.
 
         A resume point begins at row ``edge`` of the chain.
         """
+        blocks = Span(into.start, into.stop)
         through = [t for t in self._backing.values() if t.write is WritePolicy.WRITE_THROUGH]
         sink_tier = through[0] if through and self._write_through_in_save else None
         sink: TierRows | None = None
@@ -137,12 +138,15 @@ class Offloader:
         graph = build_save(
             next(self._flights.ids),
             Chain.of(keys, namespace, blocks),
-            flight.targets[0].slots.tolist(),
+            into.slots.tolist(),
             sink,
             batch_rows=self._flights.batch,
+            copy_rows=self._flights.copied,
             point=None if edge is None else edge - blocks.start,
         )
         _assign(flight, graph)
+        copies = [op.op_id for op in graph.ops if op.path.touches_device]
+        flight.targets.update(dict.fromkeys(copies, Target(into, len(copies))))
         flight.on_end.append(lambda: self.offer(keys, namespace, blocks.stop))
         for tier in through:
             if tier is not sink_tier:
@@ -316,5 +320,6 @@ class Offloader:
 def _assign(flight: Flight, graph: TransferGraph) -> None:
     """Tie each write op to the reservation that it fills."""
     writes = [op.op_id for op in graph.ops if op.path.writes_tier]
-    flight.targets.update(zip(writes, flight.reserved, strict=True))
+    targets = map(Target, flight.reserved)
+    flight.targets.update(zip(writes, targets, strict=True))
     flight.reserved = []

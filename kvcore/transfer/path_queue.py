@@ -20,6 +20,10 @@ bytes as its own were moved by others, no later load overtakes it.
 The saves of a named wave are those of one step, of a few blocks each. Those that wait together are
 joined: the executor copies all of them at once, up to `COPY_BYTES`, for about the cost of one op.
 
+A large save comes in several ops, each of at most `COPY_BYTES` where a row is not larger. So a step
+that gives away the pages of a short save waits for two of them at most, and not for all that was
+saved before: the short save is put first.
+
 What is issued cannot be overtaken. So at most `SAVES_ISSUED` ops of saves a thread are issued and
 have not ended, and at most `BYTES_ISSUED` of the loads that no step waits for. The loads of a named
 wave are issued as soon as they are ready, and so is any op that was put first.

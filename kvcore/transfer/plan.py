@@ -217,17 +217,21 @@ def build_save(
     sink: TierRows | None,
     *,
     batch_rows: int,
+    copy_rows: int | None = None,
     point: int | None = None,
 ) -> TransferGraph:
     """Plan a save of ``chain`` to the host arena and, if ``sink`` is given, on to its tier.
 
-    The device copy is one op, so that the engine's pages are free as early as possible. ``point``
-    is as in `TransferGraph`.
+    The copy from the device takes all layers of a row at once, so that the engine's pages are free
+    as early as possible. It is cut into ops of ``copy_rows`` rows, so that a save that somebody
+    waits for can come between them (None: it is one op). Writes to the tier begin when all of them
+    have ended. ``point`` is as in `TransferGraph`.
     """
     ops = _Ops()
-    copied = ops.add(Path.D2H, Span(0, len(chain.keys)))
+    rows = Span(0, len(chain.keys))
+    copied = tuple(ops.add(Path.D2H, part) for part in batches(rows, copy_rows or rows.size))
     return _with_sink(
-        graph_id, Priority.SAVE, chain, host_slots, sink, ops, (copied,), batch_rows, point
+        graph_id, Priority.SAVE, chain, host_slots, sink, ops, copied, batch_rows, point
     )
 
 

@@ -336,7 +336,7 @@ def test_a_step_is_declined_once(kind: type[Any]) -> None:
     else:
         blends = kind.__new__(kind)
         blends._layers = SimpleNamespace(agree=lambda well: bool(said.append(well)))
-        blends._meetings = _Meetings(blends._layers.agree)
+        blends._meetings = _Meetings(blends._layers.agree, collective=True)
     first, second = Step.numbered(0).orders, Step.numbered(1).orders
     blends.decline(first)
     met = len(said)

@@ -174,6 +174,7 @@ class Layers(EngineLayers):
         return self._sum("reduce", scores)
 
     def agree(self, well: bool) -> bool:
+        self._sites.hit("agree")
         return all(self._matcher.meet(self._rank, "agree", well))
 
 

@@ -165,6 +165,7 @@ class ManagerRig:
         batch: int = 3,
         admit: int = 1,
         device: int = 0,
+        copy: int | None = 2,
         points: PointShape | None = None,
     ) -> None:
         self.now = 0.0
@@ -188,7 +189,10 @@ class ManagerRig:
             self.media,
             backing=backing,
             options=TransferOptions(
-                range(host, host + staging), device_slots=device, batch_blocks=batch, copy_blocks=2
+                range(host, host + staging),
+                device_slots=device,
+                batch_blocks=batch,
+                copy_blocks=copy,
             ),
             metrics=self.metrics,
             points=points,

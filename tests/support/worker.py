@@ -20,6 +20,7 @@ from kvcore.transfer.graph import (
     TransferOp,
     UnitTable,
 )
+from kvcore.transfer.plan import Chain, build_save
 from kvcore.worker import refuse
 from kvcore.worker.lifecycle import RankParts, refuse_tier
 
@@ -37,6 +38,15 @@ def load_graph(graph_id: int, *, layers: int = 1, from_disk: bool = False) -> Tr
     return TransferGraph(
         graph_id, Priority.LOAD, b"n", b"p", (b"k",), (0,), (0,), (units,), tuple(ops)
     )
+
+
+def save_graph(graph_id: int, *, parts: int = 1) -> TransferGraph:
+    """Return a save of ``parts`` blocks into as many slots: a copy a block."""
+    keys = tuple(bytes([part]) * 16 for part in range(parts))
+    graph = build_save(
+        graph_id, Chain(b"n", b"p", keys), range(parts), None, batch_rows=1, copy_rows=1
+    )
+    return graph.bind([UnitTable.of(np.arange(parts)[:, None], UNIT_TOKENS)])
 
 
 class ScriptedWorker:

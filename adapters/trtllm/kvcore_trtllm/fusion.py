@@ -102,6 +102,7 @@ class TrtllmLayers(EngineLayers):
         self._page_tokens = view.layout.page_tokens
         self.max_rows = max_rows  # the engine has measured its memory for so many
         self._gather = gather
+        self.collective = gather is not None
 
     def serving(self, served: ServedRequest) -> AbstractContextManager[None]:
         """Return an empty context: requests with a LoRA adapter are not blended."""

@@ -496,13 +496,19 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
                 tracked.approximate_from = 0
 
     def hear_blends(self, blends: Iterable[BlendReport]) -> None:
-        """Handle the results of blends of rank 0's worker, which is in this process."""
+        """Handle the results of blends of rank 0's worker, which is in this process.
+
+        An error does not stop that worker: the KV of the step is there.
+        """
         for report in blends:
-            if self._fusion is not None:
-                self._fusion.take_report(report)
-            tracked = self._requests.get(int(report.request_id))
-            if tracked is not None and not report.ok:
-                tracked.reused.pop("blend", None)
+            self._guard.run("the end of a blend", partial(self._take_blend, report), None)
+
+    def _take_blend(self, report: BlendReport) -> None:
+        if self._fusion is not None:
+            self._fusion.take_report(report)
+        tracked = self._requests.get(int(report.request_id))
+        if tracked is not None and not report.ok:
+            tracked.reused.pop("blend", None)
 
     def take_news(self, reports: Iterable[OpReport], counted: Iterable[Data]) -> None:
         """Handle the reports and the counters of all ranks."""

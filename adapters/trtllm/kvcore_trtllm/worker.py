@@ -131,7 +131,7 @@ class WorkerConnector(StepWorker[int]):
         self._sync: list[Load[int]] = []
         self._waited: set[int] = set()  # layers of this step that the hooks have waited for
         self._saving: dict[int, set[int]] = {}  # request -> saves that read its pages
-        self._saver: dict[int, int] = {}  # save -> request
+        self._saver: dict[int, tuple[int, set[int]]] = {}  # save -> request, copies not ended
         self._loaded: set[int] = set()  # have ended and were not returned yet
         self._failed: set[int] = set()  # loads that have failed, and were not cancelled
         self._loads_asked: set[int] = set()
@@ -227,7 +227,8 @@ class WorkerConnector(StepWorker[int]):
             self._tally.expect(graph)
         for request_id, graph in saves:
             self._saving.setdefault(request_id, set()).add(graph.graph_id)
-            self._saver[graph.graph_id] = request_id
+            copies = {op.op_id for op in graph.ops if op.path.touches_device}
+            self._saver[graph.graph_id] = request_id, copies
         self._sync += [self._expect(graph) for graph in plan.sync_loads]
         for request_id, graph in plan.async_loads:
             self._expect(graph, request_id)
@@ -235,8 +236,7 @@ class WorkerConnector(StepWorker[int]):
     def _start(self, plan: StepPlan) -> None:
         self._submit_saves(graph for _, graph in plan.early_saves)
         self._cancel(plan.cancel)
-        for graph_id in plan.fence:
-            self._pass(graph_id)
+        self._pass(plan.fence)
         together = self._worker.wave()
         for graph in plan.sync_loads:
             self._submit(graph, together)
@@ -369,18 +369,17 @@ class WorkerConnector(StepWorker[int]):
                 )
         return ""
 
-    def _pass(self, graph_id: int) -> None:
-        """Let the step's work wait until a graph no longer uses pages that it gives to others.
+    def _pass(self, fence: Iterable[int]) -> None:
+        """Let the step's work wait until graphs no longer use pages that it gives to others.
 
-        A load that failed is tried again, and then writes to its pages again. If it finally fails
-        and was not cancelled, the step is broken: another request in it may count on its pages.
+        Saves are issued together. A load that failed is tried again, and then writes to its pages
+        again. If it finally fails and was not cancelled, the step is broken: another request in it
+        may count on its pages.
         """
-        load = self._loads.get(graph_id)
-        if load is None:  # a save, or a load that has ended on this rank
-            self._worker.follow(graph_id)
-        else:
-            self._wait_loads([load])
-        if graph_id in self._failed and graph_id not in self._plan.cancel:
+        graphs = set(fence)
+        self._worker.follow(*sorted(graphs - self._loads.keys()))  # or they have ended here
+        self._wait_loads([self._loads[graph_id] for graph_id in graphs & self._loads.keys()])
+        if graphs & self._failed - set(self._plan.cancel):
             self._plan.broken = self._plan.broken or (
                 "KV that this step shares with a request that loads it did not arrive"
             )
@@ -555,8 +554,9 @@ class WorkerConnector(StepWorker[int]):
 
     def _take(self, report: OpReport) -> None:
         super()._take(report)
-        if report.op_id == 0 and report.graph_id in self._saver:
-            request_id = self._saver.pop(report.graph_id)
+        request_id, copies = self._saver.get(report.graph_id, (0, set()))
+        copies.discard(report.op_id)
+        if not copies and self._saver.pop(report.graph_id, None) is not None:
             self._saving[request_id].discard(report.graph_id)
             if not self._saving[request_id]:
                 del self._saving[request_id]

@@ -412,6 +412,8 @@ def test_scores_are_added_up_over_ranks_alike_everywhere() -> None:
     assert torch.equal(found, (parts[0] + parts[1]) + parts[2])
     alone, _ = layers_of()
     assert alone.reduce(parts[0]) is parts[0]
+    assert layers.collective, "an error in a layer would leave the others in a sum"
+    assert not alone.collective
 
 
 def test_signatures_of_the_stand_ins_are_those_that_are_checked() -> None:

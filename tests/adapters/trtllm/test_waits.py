@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvcore.testing.waiting import until
+from kvcore.transfer.engine import SAVES_ISSUED
 from kvcore_devtools.gpu.device import RecordedStream
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
@@ -57,3 +59,24 @@ def test_a_step_is_launched_ahead_of_fences_loads_and_saves(
     rig.end()
     assert seen == [{1.0}]
     assert rig.kept(5) == {3.0}
+
+
+def test_the_saves_of_a_fence_are_copied_at_once(rig: ManualRig) -> None:
+    """A step that gives away the pages of several saves costs the device one operation."""
+    side = connector(rig, layerwise=False)
+    before = [rig.save(i, page=i, slot=i) for i in range(SAVES_ISSUED)]
+    rig.submit(*before)  # as many as may be issued: what comes now waits
+    for graph in before:
+        until(lambda graph=graph: rig.issued(graph))
+    saves = [rig.save(10 + i, page=4 + i, slot=4 + i) for i in range(3)]
+    side.begin(StepPlan(late_saves=[(7, graph) for graph in saves]))
+    side.end_forward()
+    assert not any(map(rig.issued, saves))
+    side.begin(StepPlan(fence=[graph.graph_id for graph in saves]))
+    assert all(map(rig.issued, saves))
+    engine = rig.worker.engine
+    operations = {id(copies) for graph in saves for copies in engine.issued(graph.graph_id)}
+    assert len(operations) == 1
+    side.end_forward()
+    assert not rig.host_waited
+    assert len(rig.end()) == SAVES_ISSUED + len(saves)

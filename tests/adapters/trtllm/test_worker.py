@@ -10,7 +10,7 @@ from kvcore.connector.worker import ATTEMPTS
 from kvcore.errors import TransferError
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
-from support.worker import ScriptedWorker, load_graph
+from support.worker import ScriptedWorker, load_graph, save_graph
 
 LAYERS = 3
 
@@ -60,3 +60,17 @@ def test_a_load_that_has_failed_for_good_fails_the_step(
     worker.wait_for_layer(0)  # in the forward, which is a collective
     with pytest.raises(TransferError, match=f"in {ATTEMPTS} attempts"):
         worker.end_forward()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_the_pages_of_a_save_in_parts_are_held_until_the_last_one_has_ended(
+    worker: WorkerConnector, scripted: ScriptedWorker, order: tuple[int, ...]
+) -> None:
+    """TensorRT-LLM gives a request's pages to others as soon as it is told that it is saved."""
+    graph = save_graph(1, parts=3)
+    worker.begin(StepPlan(late_saves=[(7, graph)]))
+    worker.end_forward()
+    for part in order:
+        assert worker.finished([7], []) == ([], [])
+        scripted.end(graph, [part])
+    assert worker.finished([], []) == ([7], [])

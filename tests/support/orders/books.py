@@ -270,7 +270,12 @@ class Books:
             sink = TierRows(self.rank.tier, Path.H2DISK, rows, list(stores.values()))
         units = self.rank.units([pages[block] for block in slots])
         graph = build_save(
-            self._number(), self._chain(slots), list(slots.values()), sink, batch_rows=2
+            self._number(),
+            self._chain(slots),
+            list(slots.values()),
+            sink,
+            batch_rows=2,
+            copy_rows=self._random.choice([None, 1]),
         ).bind(units)
         flight = self._fly(graph, [pages[block] for block in slots], slots.values())
         flight.publishes, flight.stores = slots, stores

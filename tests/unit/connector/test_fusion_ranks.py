@@ -142,7 +142,7 @@ def test_whatever_fails_on_one_rank_no_rank_waits_for_ever(selector: str, promis
         assert promised or found[ILL] is not True
         if isinstance(found[ILL], RankLostError):
             fatal.add(name)
-    own = {"embed", "before attention", "after attention", "in the MLP", "reduce"}
+    own = {"embed", "before attention", "after attention", "in the MLP", "reduce", "agree"}
     assert fatal == own | ({"an undeclared sum"} if selector == "undeclared" else set())
 
 

@@ -28,7 +28,7 @@ def rig() -> Iterator[ManualRig]:
 def test_chunks_wait_for_the_step_that_runs(rig: ManualRig) -> None:
     """Their pages were another request's, for which the step may still compute."""
     config = load_config(overrides={"fusion": {"adaptive": False}}, env={})
-    layers: Any = SimpleNamespace(layers=SHAPE.layers, agree=lambda well: well)
+    layers: Any = SimpleNamespace(layers=SHAPE.layers, agree=lambda well: well, collective=False)
     selector: Any = None
     size = SHAPE.block_tokens
     blends = FusionWorker(config, rig.worker, layers, [], selector, size, TorchFusion())

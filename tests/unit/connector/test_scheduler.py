@@ -14,7 +14,7 @@ from kvcore.connector.step_transport import Outbox
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.explain.request_log import Cause, RequestLog
 from kvcore.index import BlockIndex, TierSpec
-from kvcore.manager import Hit, KVManager
+from kvcore.manager import Hit, KVManager, TransferOptions
 from kvcore.manager.base import Source
 from kvcore.model.keys import KeyChain
 from kvcore.model.shape import BlockShape
@@ -32,14 +32,21 @@ PROMPT = list(range(1, 50))
 class Leader(LeaderCore[Any]):
     """An engine's leader, as small as it can be."""
 
-    def __init__(self, fusion: Any = None, *, host_only: bool = False) -> None:
+    def __init__(
+        self, fusion: Any = None, *, host_only: bool = False, copy: int | None = None
+    ) -> None:
         self.released: list[str] = []
         self.stopped = 0
         outbox, metrics = Outbox(), Metrics("leader")
         recorder = RequestRecorder(RequestLog())
         recorder.count_in(metrics)
         parts = LeaderParts[Any](
-            manager=KVManager(BlockIndex([TierSpec("host", 64)]), outbox, metrics=metrics),
+            manager=KVManager(
+                BlockIndex([TierSpec("host", 64)]),
+                outbox,
+                options=TransferOptions(copy_blocks=copy),
+                metrics=metrics,
+            ),
             transport=outbox,
             metrics=metrics,
             recorder=recorder,
@@ -61,11 +68,18 @@ class Leader(LeaderCore[Any]):
         chain = self.chain()
         return self._save(chain, len(chain.keys), [pages], tokens, lambda graph: None)
 
-    def end(self, graph: TransferGraph, why: RowError | None = None) -> list[bool]:
-        """Every op ends; which of them set the pages free."""
-        failed = {} if why is None else dict.fromkeys(range(len(graph.keys)), why)
+    def end(
+        self, graph: TransferGraph, why: RowError | None = None, *, only: int | None = None
+    ) -> list[bool]:
+        """Every op ends, well or for a reason, or ``only`` one does not; which free the pages."""
+        failed = {
+            op.op_id: dict.fromkeys(range(*op.rows), why)
+            for op in graph.ops
+            if why is not None and only in (None, op.op_id)
+        }
         return [
-            self._complete(OpReport(graph.graph_id, op.op_id, dict(failed))) for op in graph.ops
+            self._complete(OpReport(graph.graph_id, op.op_id, failed.get(op.op_id, {})))
+            for op in graph.ops
         ]
 
     def counted(self, name: str) -> dict[str, float]:
@@ -163,6 +177,25 @@ def test_tokens_of_a_failed_save_are_not_learned(leader: Leader, chunks: Chunks)
     graph = leader.save([3, 4, 5, 6])
     assert graph is not None
     leader.end(graph, RowError.IO)
+    assert chunks.learned == []
+    leader.check_integrity()
+
+
+def test_a_save_in_parts_frees_its_pages_with_the_last_one(chunks: Chunks) -> None:
+    leader = Leader(chunks, copy=1)
+    graph = leader.save([3, 4, 5, 6])
+    assert graph is not None
+    assert leader.end(graph) == [False, False, True]
+    assert chunks.learned == [(0, 3, PROMPT)]
+    leader.check_integrity()
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_tokens_of_a_save_of_which_a_part_failed_are_not_learned(chunks: Chunks, part: int) -> None:
+    leader = Leader(chunks, copy=1)
+    graph = leader.save([3, 4, 5, 6])
+    assert graph is not None
+    assert leader.end(graph, RowError.INTERNAL, only=part) == [False, False, True]
     assert chunks.learned == []
     leader.check_integrity()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.errors import TransferError
 from kvcore.manager import HOST, Readiness, WritePolicy
 from kvcore.manager.inflight import STALLED_S
-from kvcore.transfer.graph import OpReport, RowError
+from kvcore.transfer.graph import OpReport, Path, RowError
 from support.manager import NAMESPACE, ManagerRig, chain
 from support.transfers import load_blocks, save_blocks
 
@@ -24,6 +28,49 @@ def test_a_failed_save_publishes_what_came_before_it_only() -> None:
     rig.save(chain(1, 2, 3))
     rig.drain()
     assert rig.manager.get_match(chain(1, 2, 3), NAMESPACE).depth == 3
+
+
+@given(
+    blocks=st.integers(1, 8),
+    copy=st.none() | st.integers(1, 4),
+    fails=st.dictionaries(
+        st.integers(0, 7), st.sampled_from([RowError.INTERNAL, RowError.CANCELLED]), max_size=2
+    ),
+    disk=st.booleans(),
+    picks=st.randoms(use_true_random=False),
+)
+def test_the_parts_of_a_save_are_published_at_once(
+    blocks: int,
+    copy: int | None,
+    fails: dict[int, RowError],
+    disk: bool,
+    picks: random.Random,
+) -> None:
+    """With the last one, in whatever order they end, as a save in one part that fails there."""
+    rig = ManagerRig(disk=16 if disk else 0, copy=copy)
+    keys = chain(*range(blocks))
+    graph = rig.save(keys)
+    assert graph is not None
+    copies = [op for op in graph.ops if op.path is Path.D2H]
+    assert len(copies) == (1 if copy is None else -(-blocks // copy))
+    picks.shuffle(copies)
+    for op in copies:
+        assert rig.manager.get_match(keys, NAMESPACE).depth == 0, "half of a save is published"
+        assert rig.save(keys) is None, "its blocks are saved twice"
+        failed = {row: fails[row] for row in range(*op.rows) if row in fails}
+        rig.manager.complete(OpReport(graph.graph_id, op.op_id, failed))
+        rig.manager.check_integrity()
+    good = min([row for row in fails if row < blocks], default=blocks)
+    assert rig.manager.index.held(HOST, keys) == good
+    for op in graph.ops:
+        if op.path is Path.H2DISK:
+            failed = {row: RowError.UPSTREAM for row in range(*op.rows) if row in fails}
+            rig.manager.complete(OpReport(graph.graph_id, op.op_id, failed))
+    assert rig.manager.in_flight == 0
+    assert rig.manager.index.held(HOST, keys) == good
+    rig.manager.check_integrity()
+    rig.manager.clear()
+    assert rig.manager.index.num_used(HOST) == 0, "a slot is left over"
 
 
 def test_a_rotten_block_is_quarantined_with_all_that_stands_on_it() -> None:

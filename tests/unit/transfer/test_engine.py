@@ -98,9 +98,11 @@ def load(graph_id: int, host: int, disk: int, **options: object) -> TransferGrap
     return build_load(graph_id, chain(rows), range(rows), sources, **options).bind(units(rows))  # type: ignore[arg-type]
 
 
-def save(graph_id: int, rows: int) -> TransferGraph:
+def save(graph_id: int, rows: int, copy_rows: int | None = None) -> TransferGraph:
     sink = TierRows("disk", Path.H2DISK, Span(0, rows), range(rows))
-    return build_save(graph_id, chain(rows), range(rows), sink, batch_rows=2).bind(units(rows))
+    return build_save(
+        graph_id, chain(rows), range(rows), sink, batch_rows=2, copy_rows=copy_rows
+    ).bind(units(rows))
 
 
 def test_every_op_runs_once_after_its_deps(rig: EngineRig) -> None:
@@ -625,6 +627,69 @@ def test_a_copy_larger_than_may_be_issued_is_issued_alone() -> None:
     assert rig.engine.wait_issued(0, timeout=WAIT)
     assert [rig.states(graph) for graph in graphs[1:]] == [[OpState.READY]] * 2
     rig.end_all()
+    assert rig.engine.close(timeout=WAIT)
+
+
+def test_a_save_that_is_waited_for_passes_what_is_left_of_a_large_one() -> None:
+    rig = IssuingRig(nbytes=lambda op: op.rows.size * COPY_BYTES)
+    copies = rig.at[Path.D2H]
+    assert isinstance(copies, Issuer)
+    large, small = save(1, 9, copy_rows=1), save(2, 1, copy_rows=1)
+    rig.engine.submit(large)
+    rig.until(lambda: len(copies.queue) == SAVES_ISSUED)
+    rig.engine.submit(small)
+    assert rig.engine.wait_issued(2, timeout=WAIT), "it waits behind all of the large one"
+    assert rig.states(large)[:9].count(OpState.READY) == 9 - SAVES_ISSUED
+    assert rig.engine.wait_issued(1, timeout=WAIT), "it is waited for: nothing keeps it back"
+    assert not any(path is not Path.D2H for path in written(rig, large)), "a part is missing"
+    rig.end_all()
+    assert written(rig, large) == [Path.D2H] * 9 + [Path.H2DISK] * 5
+    assert not any(report.failed for report in rig.engine.poll())
+    assert rig.engine.close(timeout=WAIT)
+
+
+def written(rig: EngineRig, graph: TransferGraph) -> list[Path]:
+    """Return the paths of a graph's ops in the order in which they have run."""
+    return [graph.ops[op_id].path for number, op_id, _ in rig.log if number == graph.graph_id]
+
+
+@given(
+    rows=st.integers(1, 9),
+    most=st.integers(1, 9),
+    cancel=st.booleans(),
+    spoils=st.sets(st.integers(0, 8), max_size=2),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_save_in_parts_ends_once_all_that_was_issued_of_it_has(
+    rows: int, most: int, cancel: bool, spoils: set[int]
+) -> None:
+    """Its pages are given to others then. What a part did not bring is not written to the disk."""
+    rig = IssuingRig()
+    copies = rig.at[Path.D2H]
+    assert isinstance(copies, Issuer)
+    graph = save(1, rows, copy_rows=most)
+    copies.fail = dict.fromkeys(spoils, RowError.INTERNAL)
+    rig.engine.submit(graph)
+    if cancel:
+        rig.engine.cancel(1)
+    while not rig.engine.wait_device(1, 0.001):
+        for one in [one for one in list(copies.queue) if not one.ended.is_set()][:1]:
+            one.ended.set()
+    assert all(one.ended.is_set() for one in copies.queue), "a copy still reads the pages"
+    assert rig.engine.wait(1, WAIT)
+    reports = {report.op_id: report.failed for report in rig.engine.poll()}
+    assert set(reports) == {op.op_id for op in graph.ops}
+    brought: set[int] = set()
+    for op in graph.ops:
+        failed, its = reports[op.op_id], set(range(*op.rows))
+        if op.path is Path.D2H:
+            gone = cancel and set(failed.values()) == {RowError.CANCELLED}
+            assert failed.keys() == (its if gone else its & spoils)
+            brought |= its - failed.keys()
+        else:
+            assert its - failed.keys() <= brought, "a block is written that has no bytes"
+            assert cancel or its - failed.keys() == its & brought
+    rig.engine.check_integrity()
     assert rig.engine.close(timeout=WAIT)
 
 

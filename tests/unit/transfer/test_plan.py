@@ -148,19 +148,23 @@ def reachable(graph: TransferGraph, start: int, goal: int) -> bool:
     return False
 
 
-@given(st.integers(1, 50), st.integers(0, 50), st.integers(1, 9))
-def test_a_save_writes_a_row_to_disk_only_after_it_left_the_device(
-    rows: int, held: int, batch: int
+@given(st.integers(1, 50), st.integers(0, 50), st.integers(1, 9), st.none() | st.integers(1, 60))
+def test_a_save_writes_a_row_to_disk_only_after_all_have_left_the_device(
+    rows: int, held: int, batch: int, most: int | None
 ) -> None:
     held = min(held, rows)
     sink = TierRows("disk", Path.H2DISK, Span(held, rows), range(rows - held))
     graph = build_save(
-        1, chain(rows), range(rows), sink if held < rows else None, batch_rows=batch
+        1, chain(rows), range(rows), sink if held < rows else None, batch_rows=batch, copy_rows=most
     ).bind(units(rows))
-    copy, *writes = graph.ops
-    assert copy.path is Path.D2H
-    assert copy.rows == Span(0, rows)
-    assert all(op.deps == (copy.op_id,) for op in writes)
+    copies = [op for op in graph.ops if op.path is Path.D2H]
+    writes = [op for op in graph.ops if op.path is Path.H2DISK]
+    assert [*copies, *writes] == list(graph.ops)
+    assert [row for op in copies for row in range(*op.rows)] == list(range(rows))
+    assert all(op.rows.size == (most or rows) for op in copies[:-1])
+    assert copies[-1].rows.size <= (most or rows)
+    assert all(op.layers is None and not op.deps for op in copies), "they run in any order"
+    assert all(op.deps == tuple(op.op_id for op in copies) for op in writes)
     assert [r for op in writes for r in range(*op.rows)] == list(range(held, rows))
 
 

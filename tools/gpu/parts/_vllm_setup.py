@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 __all__ = ["Setup", "forget", "words"]
 
 
+_ON_A_CPU = ("load_format", "compilation_config")
+"""Arguments of engines that those on a CPU get too."""
+
+
 class Setup(NamedTuple):
     """Whether there is a GPU, where engines may write, and their numbers."""
 
@@ -35,7 +39,7 @@ class Setup(NamedTuple):
 
         log = self.scratch / f"vllm-{next(self.numbers)}.log"
         if not self.gpu:
-            own = {name: args[name] for name in ("load_format",) if name in args}
+            own = {name: args[name] for name in _ON_A_CPU if name in args}
             return small_engine(model, kvcore, log=log, **own)
         env = {
             "VLLM_CACHE_ROOT": str(self.scratch / cache),

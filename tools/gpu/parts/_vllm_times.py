@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from tools.gpu.parts._vllm_setup import Setup, forget, words
 from tools.gpu.record import Record
 
-__all__ = ["FULL", "REHEARSAL", "Timed", "Times"]
+__all__ = ["FULL", "GPU_ARGUMENTS", "HOST_GIB", "REHEARSAL", "Timed", "Times", "dummy_model"]
 
 BATCH = 4
 """Requests that are decoded together."""
@@ -24,7 +25,7 @@ LLAMA_8B = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 128000,
     "eos_token_id": 128001,
 }  # fmt: skip
-_ARGUMENTS: dict[str, Any] = {
+GPU_ARGUMENTS: dict[str, Any] = {
     "max_model_len": 20480, "max_num_batched_tokens": 8192, "max_num_seqs": 8, "seed": 0,
     "dtype": "bfloat16", "kv_cache_memory_bytes": 5 << 30, "gpu_memory_utilization": 0.1,
     "skip_tokenizer_init": True, "load_format": "dummy",
@@ -56,24 +57,30 @@ REHEARSAL = Timed(
 """Enough to run every line on a CPU. Its times mean nothing."""
 
 
+def dummy_model(setup: Setup, name: str, timed: Timed) -> Path:
+    """Write the config of a model without weights, and return its folder."""
+    model = setup.scratch / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(timed.config))
+    return model
+
+
 class Times:
     """Engines of one shape. On a GPU they start at once, and wait until `take`."""
 
     def __init__(self, setup: Setup, timed: Timed) -> None:
         self._timed = timed
-        model = setup.scratch / "dummy"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(timed.config))
+        model = dummy_model(setup, "dummy", timed)
         ids = timed.vocabulary
         self._asked = {
             n: [words(ids, 100 + n + i, n) for i in range(timed.prompts)] for n in timed.lengths
         }
         host = {"host": {"capacity": f"{HOST_GIB}GiB" if setup.gpu else "256MiB"}}
-        self._alone = setup.engine(model, None, "cache-alone", **_ARGUMENTS)
-        self._with = setup.engine(model, host, "cache-kvcore", **_ARGUMENTS)
+        self._alone = setup.engine(model, None, "cache-alone", **GPU_ARGUMENTS)
+        self._with = setup.engine(model, host, "cache-kvcore", **GPU_ARGUMENTS)
         self._own: AbstractContextManager[Any] | None = None
         if setup.gpu:  # on a CPU it cannot copy
-            arguments = {**_ARGUMENTS, **_OWN_OFFLOADING}
+            arguments = {**GPU_ARGUMENTS, **_OWN_OFFLOADING}
             self._own = setup.engine(model, None, "cache-own", **arguments)
 
     def take(self, record: Record) -> None:
