@@ -165,12 +165,15 @@ class _Slow:
         return []
 
     def wait_device(self, graph_id: int) -> None:
+        self.follow(graph_id)
+
+    def follow(self, *graph_ids: int) -> None:
+        if not graph_ids:
+            return
         for graph in self._running:
             failed = {0: RowError.IO} if self.attempts <= self.failing else {}
             self._reports += [OpReport(graph.graph_id, op.op_id, failed) for op in graph.ops]
         self._running.clear()
-
-    follow = wait_device
 
     def poll(self) -> list[OpReport]:
         found, self._reports = self._reports, []

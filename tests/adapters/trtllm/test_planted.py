@@ -34,6 +34,8 @@ from kvcore.fusion.placed import PlacedChunks
 from kvcore.manager import KVManager
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.engine import TransferEngine
+from kvcore.transfer.op_thread import OpThread
+from kvcore.transfer.path_queue import PathQueue
 from kvcore.worker.worker import DeviceCopy, KVWorker
 from kvcore_devtools.planted import Part, methods
 from kvcore_trtllm.fusion import TrtllmLayers
@@ -88,7 +90,8 @@ OF_BLENDS = {
         "_make", "_carry_out", "_there", "_done", "_ready", "_placed", "_served", "_pages",
         "_follow", "_report",
     ),
-    TransferEngine: ("_joined", "_taken", "_execute", "_take_outcome", "_end"),
+    PathQueue: ("take", "_taken"),
+    OpThread: ("_execute", "_execute_joined", "_take_outcome", "_end"),
     DeviceCopy: ("run_joined",),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcore.testing.waiting import until
-from kvcore.transfer.engine import SAVES_ISSUED
+from kvcore.transfer.path_queue import SAVES_ISSUED
 from kvcore_devtools.gpu.device import RecordedStream
 from kvcore_trtllm.messages import StepPlan
 from kvcore_trtllm.worker import Tally, WorkerConnector
