@@ -134,7 +134,9 @@ class Environment:
                 raise EnvError(f"{self.path} exists and is not an environment; remove it")
             shutil.rmtree(self.path)
         if self.base is None:
-            self.logged([sys.executable, "-m", "venv", str(self.path)])
+            # The Python of this process may be the one of the environment that is replaced.
+            python = getattr(sys, "_base_executable", sys.executable)
+            self.logged([python, "-m", "venv", str(self.path)])
         else:
             python = str(self.base / "bin" / "python")
             self.logged([python, "-m", "venv", "--without-pip", str(self.path)])

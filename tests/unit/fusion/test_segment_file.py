@@ -310,6 +310,8 @@ def test_records_of_evicted_tails_die(path: Path, monkeypatch: pytest.MonkeyPatc
     segments = reopened(path)
     for done in range(0, 40, 4):
         segments.add(SPACE, keys[: done + 4], done, prompt)
+    segments.close()  # all records are in the file before any of them dies
+    segments = reopened(path)
     segments.find(SPACE, prompt, set(keys[:10]).__contains__)
     segments.close()
     data = path.read_bytes()

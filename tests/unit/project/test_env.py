@@ -42,6 +42,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return script.Step(name, lambda _: done.append(name))
 
     monkeypatch.setattr(script, "ROOT", root)
+    script.created = script.Environment.create  # type: ignore[attr-defined]
     monkeypatch.setattr(script.Environment, "create", create)
     script.install_kvcore = script._kvcore  # type: ignore[attr-defined]
     monkeypatch.setattr(script, "_system", lambda _: done.append("system"))
@@ -51,6 +52,20 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(script, "recipe", lambda _engine, gpu: [step(f"engine, gpu={gpu}")])
     script.done = done  # type: ignore[attr-defined]
     return script
+
+
+def test_an_environment_can_be_replaced_by_its_own_python(
+    env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ran = tmp_path / "venv", []
+    path.mkdir()
+    (path / "pyvenv.cfg").touch()
+    monkeypatch.setattr(sys, "executable", str(path / "bin" / "python"))
+    monkeypatch.setattr(env.Environment, "logged", lambda _, command: ran.append(command))
+    env.created(env.Environment(path, tmp_path / "log"))
+    assert not path.exists()
+    [[python, *_]] = ran
+    assert Path(python).exists()
 
 
 def made(env: ModuleType, path: Path, gpu: bool = False) -> list[str]:
