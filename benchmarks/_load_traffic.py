@@ -247,7 +247,7 @@ class Agents:
     sessions: int
     turn_tokens: int
     max_tokens: int
-    """Of a prompt. A session ends there."""
+    """The most tokens of a prompt. A session ends when its context has so many."""
     answer_tokens: int
     rate: float | None = None
 

@@ -96,7 +96,16 @@ class PathQueue:
         self.work.notify()
 
     def take(self) -> list[TakenOp]:
-        """Take the first op, and the saves of its wave that wait with it; none if it must wait."""
+        """Take the first op, and the saves of its wave that wait with it; none if it must wait.
+
+        A thread must end what was taken, so all of them are running at once, or none.
+        """
+        taken = self._first_ones()
+        for op in taken:
+            op.run.states[op.position] = OpState.RUNNING
+        return taken
+
+    def _first_ones(self) -> list[TakenOp]:
         first = self._first()
         if first is None or not self._may_start(first):
             return []
@@ -166,5 +175,4 @@ class PathQueue:
         taken = TakenOp(run, position, upstream, rows, counted)
         if counted:
             self._count_issued(run, position, 1)
-        run.states[position] = OpState.RUNNING  # last: from here on a thread must end it
         return taken

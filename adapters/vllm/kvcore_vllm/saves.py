@@ -1,4 +1,4 @@
-"""Which blocks and resume points of vLLM's requests are saved, and in which step.
+"""Decides which blocks and resume points of vLLM's requests are saved, and in which step.
 
     a step is planned     blocks that it completes, points that it reaches (`Saves.of_step`)
     a request has ended   its last full blocks (`Saves.rest`)

@@ -32,7 +32,7 @@ from kvcore.transfer.graph import (
     UnitTable,
 )
 from kvcore.transfer.op_thread import OpThread, OpTiming
-from kvcore.transfer.path_queue import BYTES_ISSUED, SAVES_ISSUED
+from kvcore.transfer.path_queue import BYTES_ISSUED, SAVES_ISSUED, PathQueue
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save, layer_steps
 from support.budget import examples
 
@@ -821,7 +821,7 @@ def test_who_waits_for_saves_has_them_issued_together_and_no_others() -> None:
     assert rig.engine.close(timeout=WAIT)
 
 
-@pytest.mark.parametrize("at", ["_finish", "ends"])
+@pytest.mark.parametrize("at", ["_finish", "ends", "_taken"])
 def test_an_error_of_the_engine_ends_all_that_were_joined(
     monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
@@ -837,8 +837,17 @@ def test_an_error_of_the_engine_ends_all_that_were_joined(
             raise RuntimeError("planted: the books are wrong")
         finish(run, position, failed)
 
+    taken = PathQueue._taken
+
+    def broken_too(queue: PathQueue, graph_id: int, position: int, *, counted: bool) -> Any:
+        if graph_id == 2:
+            raise RuntimeError("planted: the books are wrong")
+        return taken(queue, graph_id, position, counted=counted)
+
     if at == "_finish":
         monkeypatch.setattr(rig.engine, "_finish", broken)
+    elif at == "_taken":
+        monkeypatch.setattr(PathQueue, "_taken", broken_too)
     else:
         monkeypatch.setattr(OpThread, "_execute_joined", None)
     rig.end_all()
