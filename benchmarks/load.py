@@ -21,7 +21,8 @@ from the contender's cache, and both are compared with those of the engine alone
 are the tokens that the second ones did not compute. ``answers_differ`` counts those of the
 generator's own requests: with several at a time, an engine's sums depend on which run together.
 
-With more than one round, the contenders' order turns round, and each number is a median.
+With more than one round, the contenders' order turns round, and each number is a median. What has
+been measured is written after each round.
 """
 
 from __future__ import annotations
@@ -130,12 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in turned(options.contenders, number):
             for place, measured in turn(name, workloads, sizes, options, probed):
                 found.setdefault((name, place), []).append(measured)
-    notes = {**scale._asdict(), "rounds": options.rounds, "dtype": options.dtype}
-    notes["model"] = options.model.name if options.model else options.arch
-    notes |= {"device_bytes": sizes.device_nbytes, "host_bytes": sizes.host_nbytes}
-    report_load(found, notes, options.out, options.picture)
-    report_probes(probed, options.out)
-    report_bars(bars(found, probed), options.out)
+        notes = {**scale._asdict(), "rounds": number + 1, "dtype": options.dtype}
+        notes["model"] = options.model.name if options.model else options.arch
+        notes |= {"device_bytes": sizes.device_nbytes, "host_bytes": sizes.host_nbytes}
+        report_load(found, notes, options.out, options.picture)
+        report_probes(probed, options.out)
+        report_bars(bars(found, probed), options.out)
 
 
 def model_of(arch: str) -> Path:

@@ -323,23 +323,39 @@ def fails_and_is_computed(made: Guessing, reference: Reference, asked: list[list
 def test_pictures_are_part_of_a_prompt(tmp_path: Path) -> None:
     """The same tokens around another picture are another prompt."""
     eyes = tiny_vision_model()
-    pictures = [picture(tmp_path / f"{i}.png", seed=i) for i in range(3)]
     text = [token for token in windows(eyes, 1, 700, 700, seed=5)[0] if token < 49152]
     prompt = [*text[:200], IMAGE, *text[200:]]
     with engine(eyes, None, enable_prefix_caching=False, **SEES) as process:
-        expected = [answers(process, [prompt], image=image) for image in pictures]
-    assert len({str(answer[0].token_ids) for answer in expected}) == 3, "pictures change nothing"
+        expected = pictures_that_matter(process, prompt, tmp_path)
     with engine(eyes, HOST_ONLY, **SEES) as process:
-        for image, right in zip(pictures, expected, strict=True):
+        for image, right in expected:
             got = answers(process, [prompt], image=image)
             assert_same_answers(got, right)
             assert got[0].reused_tokens < 202, "the KV of another picture"
             settle_and_empty(process)
-        for image, right in zip(pictures, expected, strict=True):
+        for image, right in expected:
             got = answers(process, [prompt], image=image)
             assert_same_answers(got, right)
             assert got[0].reused_tokens > 600
             settle_and_empty(process)
+
+
+def pictures_that_matter(
+    process: EngineProcess, prompt: Sequence[int], folder: Path
+) -> list[tuple[Path, list[Generation]]]:
+    """Return three pictures, each with an answer of its own.
+
+    Which ones these are depends on the machine: to a random model, two can look so alike that its
+    sums on one machine give them the same tokens.
+    """
+    found: dict[tuple[int, ...], tuple[Path, list[Generation]]] = {}
+    for seed in range(12):
+        image = picture(folder / f"{seed}.png", seed)
+        answer = answers(process, [prompt], image=image)
+        found.setdefault(tuple(answer[0].token_ids), (image, answer))
+        if len(found) == 3:
+            return [*found.values()]
+    raise AssertionError(f"12 pictures have {len(found)} answers: they change nothing")
 
 
 def picture(path: Path, seed: int) -> Path:
