@@ -38,6 +38,8 @@ TEMPLATE = 48
 """Tokens that a chat template adds to a turn, at most."""
 HUB_NAME = "kvcore/smollm2"
 """The tokenizer's name for aiperf, which takes no folder."""
+AIPERF_TICKS_S = 50
+"""How often a second aiperf looks whether a session may go on."""
 LIMIT_S = 1800.0
 
 
@@ -288,6 +290,7 @@ class Agents:
             "--input-file", str(trace), "--custom-dataset-type", "mooncake_trace",
             "--isl-block-size", str(AGENT_BLOCK), "--random-seed", str(self.seed),
             "--no-fixed-schedule", "--concurrency", str(self.sessions),
+            "--conversation-num", str(self.sessions),  # it would end after ten requests
         ]  # fmt: skip
         return _aiperf(self.python, self.model, options, engine, folder, log)
 
@@ -351,7 +354,10 @@ def _aiperf(
         str(python.parent / "aiperf"), "profile", "--model", SERVED, "--url", engine.address,
         "--endpoint-type", "chat", "--streaming", "--tokenizer", HUB_NAME,
         "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0",
-        "--output-artifact-dir", str(folder / "aiperf"), "--ui-type", "none", *options,
+        "--output-artifact-dir", str(folder / "aiperf"), "--ui-type", "none",
+        # It spins without a rate, and its own metrics take a tenth of a core.
+        "--request-rate", str(AIPERF_TICKS_S), "--no-server-metrics", "--no-gpu-telemetry",
+        *options,
     ]  # fmt: skip
     _run(command, log, {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"})
     [path] = (folder / "aiperf").rglob("profile_export_aiperf.json")
