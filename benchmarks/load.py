@@ -390,21 +390,23 @@ def report_bars(found: Sequence[Bar], out: Path) -> None:
 
 
 def plot(figure: Any, found: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the chat's TTFT over the rate of arrivals: median solid, 99th percentile dashed."""
-    axes = figure.subplots()
+    """Draw the chat's TTFT over the rate of arrivals, kvcore's contenders with whole lines."""
     timed = sorted((row for row in found if row["workload"] == DRAWN), key=lambda row: row["rate"])
-    for number, name in enumerate(dict.fromkeys(row["contender"] for row in found)):
-        color = f"C{number}"
-        mine = [row for row in timed if row["contender"] == name]
-        rates = [row["rate"] for row in mine]
-        for column, style in (("ttft_p50_ms", "-o"), ("ttft_p99_ms", "--s")):
+    names = dict.fromkeys(row["contender"] for row in found)
+    columns = {"ttft_p50_ms": "median", "ttft_p99_ms": "99th percentile"}
+    left, right = figure.subplots(1, len(columns))
+    for axes, (column, title) in zip((left, right), columns.items(), strict=True):
+        for name in names:
+            mine = [row for row in timed if row["contender"] == name]
             seconds = [row[column] / 1000 for row in mine]
-            label = f"{name}, {'median' if style == '-o' else 'p99'}"
-            axes.plot(rates, seconds, style, color=color, label=label)
-    axes.set_xlabel("requests a second that arrive")
-    axes.set_ylabel("time to first token, s (log)")
-    axes.set_yscale("log")
-    axes.legend(fontsize="small")
+            style = "-o" if CONTENDERS[name].ours else "--s"
+            axes.plot([row["rate"] for row in mine], seconds, style, label=name)
+        axes.set_title(title)
+        axes.set_xticks(sorted({row["rate"] for row in timed}))
+        axes.set_xlabel("requests a second that arrive")
+        axes.set_ylim(bottom=0)
+    left.set_ylabel("time to first token, s")
+    left.legend()
 
 
 # -- options ---------------------------------------------------------------------------------------

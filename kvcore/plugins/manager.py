@@ -11,7 +11,10 @@ nothing of it is registered. kvcore's own engines, tiers, policies and operation
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -114,11 +117,10 @@ class PluginManager:
         self._pluggy = pluggy.PluginManager(PROJECT)
         self._pluggy.add_hookspecs(hookspecs)
         self._take(builtin, Origin(BUILTIN, PROJECT, __version__))
-        if entry_points is None:
-            entry_points = importlib.metadata.entry_points(group=GROUP)
-        for entry_point in _distinct(entry_points):
+        found = _with_origins(entry_points) if entry_points is not None else discovered()
+        for entry_point, origin in found.items():
             if entry_point.name not in self.disabled:
-                self._load(entry_point)
+                self._load(entry_point, origin)
 
     # -- asking ---------------------------------------------------------------------------------
 
@@ -212,9 +214,7 @@ class PluginManager:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
-        dist = entry_point.dist
-        origin = Origin(entry_point.name, dist.name if dist else "", dist.version if dist else "")
+    def _load(self, entry_point: importlib.metadata.EntryPoint, origin: Origin) -> None:
         try:
             self._take(entry_point.load(), origin)
         except Exception as error:  # third-party code: reported and left out
@@ -307,14 +307,43 @@ def _make_attention(found: Offer, shape: BlockShape, rank: int) -> AttentionHook
     return hook
 
 
-def _distinct(
+def discovered() -> Mapping[importlib.metadata.EntryPoint, Origin]:
+    """Return the entry points of this environment.
+
+    Reads the metadata of every package again only where a folder of ``sys.path`` has changed: a
+    process builds several managers.
+    """
+    return _discovered(tuple((path, _changed(path)) for path in sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _discovered(
+    folders: tuple[tuple[str, int], ...],
+) -> Mapping[importlib.metadata.EntryPoint, Origin]:
+    return _with_origins(importlib.metadata.entry_points(group=GROUP))
+
+
+def _changed(path: str) -> int:
+    """Return when something was added to a folder or taken out, in ns; 0 if there is none."""
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except (OSError, ValueError):
+        return 0
+
+
+def _with_origins(
     entry_points: Iterable[importlib.metadata.EntryPoint],
-) -> list[importlib.metadata.EntryPoint]:
-    """Return the entry points without repeats.
+) -> dict[importlib.metadata.EntryPoint, Origin]:
+    """Return the entry points without repeats, each with its distribution.
 
     An editable install beside its build metadata lists its own twice.
     """
-    return list({(ep.name, ep.value): ep for ep in entry_points}.values())
+    distinct = {(ep.name, ep.value): ep for ep in entry_points}
+    found = {}
+    for ep in distinct.values():
+        dist = ep.dist
+        found[ep] = Origin(ep.name, dist.name if dist else "", dist.version if dist else "")
+    return found
 
 
 def reason(error: Exception) -> str:

@@ -58,7 +58,8 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         EntryPoint("toys", module, "kvcore.plugins"),
         EntryPoint("sad", "no_such_module_here", "kvcore.plugins"),
     ]
-    monkeypatch.setattr(manager_module.importlib.metadata, "entry_points", lambda group: points)
+    found = {point: manager_module.Origin(point.name) for point in points}
+    monkeypatch.setattr(manager_module, "discovered", lambda: found)
     for name in [name for name in os.environ if name.startswith("KVCORE_")]:
         monkeypatch.delenv(name)
 

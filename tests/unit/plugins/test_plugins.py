@@ -22,6 +22,7 @@ from kvcore.errors import ConfigError, PluginError, UnsupportedError
 from kvcore.index.policy import BUILTIN_POINTS, BUILTIN_POLICIES, PointRequest
 from kvcore.model.shape import BlockShape
 from kvcore.plugins import EngineSpec, PluginManager, ServeCommand, TierContext
+from kvcore.plugins import manager as manager_module
 from kvcore.tiers.disk import Geometry
 
 ADAPTERS = Path(__file__).parents[3] / "adapters" / "vllm"
@@ -39,6 +40,38 @@ def kvcore_tiers():
 
 def names(manager: PluginManager, kind: str) -> list[str]:
     return [found.name for found in manager.found(kind)]
+
+
+def install(folder: Path, name: str, source: str) -> None:
+    """Put a distribution with one plugin into a folder."""
+    info = folder / f"{name}-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text(f"[kvcore.plugins]\n{name} = its_{name}\n")
+    (folder / f"its_{name}.py").write_text(source)
+
+
+def test_what_is_installed_is_read_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    real = manager_module.importlib.metadata.entry_points
+
+    def entry_points(**of: str) -> Any:
+        read.append(of)
+        return real(**of)
+
+    monkeypatch.setattr(manager_module.importlib.metadata, "entry_points", entry_points)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "shelf" not in names(PluginManager(), "tier")
+    PluginManager()
+    assert len(read) == 1
+    install(tmp_path, "shelves", SHELF)
+    (found,) = (offer for offer in PluginManager().found("tier") if offer.name == "shelf")
+    assert found.identity == "shelves==1.5:shelf"
+    assert len(read) == 2
+    assert "shelf" not in names(PluginManager(disable=["shelves"]), "tier")
+    assert len(read) == 2
 
 
 # -- built-ins ----------------------------------------------------------------------------------
