@@ -42,15 +42,6 @@ def names(manager: PluginManager, kind: str) -> list[str]:
     return [found.name for found in manager.found(kind)]
 
 
-def install(folder: Path, name: str, source: str) -> None:
-    """Put a distribution with one plugin into a folder."""
-    info = folder / f"{name}-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-    (info / "entry_points.txt").write_text(f"[kvcore.plugins]\n{name} = its_{name}\n")
-    (folder / f"its_{name}.py").write_text(source)
-
-
 def test_what_is_installed_is_read_once_and_again_after_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,11 +53,17 @@ def test_what_is_installed_is_read_once_and_again_after_a_change(
         return real(**of)
 
     monkeypatch.setattr(manager_module.importlib.metadata, "entry_points", entry_points)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # the others may change at any time
+    module = ModuleType("its_shelves")
+    exec(SHELF, module.__dict__)
+    monkeypatch.setitem(sys.modules, "its_shelves", module)
     assert "shelf" not in names(PluginManager(), "tier")
     PluginManager()
     assert len(read) == 1
-    install(tmp_path, "shelves", SHELF)
+    info = tmp_path / "shelves-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelves\nVersion: 1.5\n")
+    (info / "entry_points.txt").write_text("[kvcore.plugins]\nshelves = its_shelves\n")
     (found,) = (offer for offer in PluginManager().found("tier") if offer.name == "shelf")
     assert found.identity == "shelves==1.5:shelf"
     assert len(read) == 2
