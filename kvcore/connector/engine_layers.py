@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +36,28 @@ PREFIXES_ONLY = "set fusion.enabled = false to silence this (exact prefixes are 
 """What a user can change where fusion does not support the model: the end of the message."""
 
 
-def live_objects(kind: type[Any]) -> Iterator[Any]:
-    """Yield the objects of this process that are instances of ``kind``.
+_searching = threading.Lock()
+_SEARCH_S = 0.5
+"""The longest that a thread keeps the interpreter to itself while objects are searched."""
 
-    Engines give a connector neither their worker nor their model, so they are searched for.
+
+def live_objects(kind: type[Any]) -> list[Any]:
+    """Return the objects of this process that are instances of ``kind``.
+
+    Engines give a connector neither their worker nor their model, so they are searched for. Other
+    threads stand still meanwhile: a tuple that one of them is building from a generator has to
+    have one reference, and the list of all objects is another. CPython's ``tuple`` raises
+    SystemError then.
     """
-    for found in gc.get_objects():
-        # not isinstance: it would load lazy objects of other libraries
-        if issubclass(type(found), kind):
-            yield found
+    with _searching:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SEARCH_S)
+        try:
+            time.sleep(0)  # threads that wait already have asked for their turn: they have it now
+            # not isinstance: it would load lazy objects of other libraries
+            return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+        finally:
+            sys.setswitchinterval(interval)
 
 
 def check_architecture(architectures: Iterable[str], served: Sequence[str]) -> None:

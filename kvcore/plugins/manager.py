@@ -313,7 +313,7 @@ def discovered() -> Mapping[importlib.metadata.EntryPoint, Origin]:
     Reads the metadata of every package again only where a folder of ``sys.path`` has changed: a
     process builds several managers.
     """
-    return _discovered(tuple((path, _changed(path)) for path in sys.path))
+    return _discovered(tuple([(path, _changed(path)) for path in sys.path]))
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -32,8 +34,31 @@ class Awake:
 
 def test_objects_of_a_kind_are_found_and_nothing_is_woken() -> None:
     asleep, runner = Awake(), Runner()
-    assert list(live_objects(Runner)) == [runner]
+    assert live_objects(Runner) == [runner]
     assert type(asleep) is Awake
+
+
+def test_a_search_disturbs_no_tuple_that_another_thread_builds() -> None:
+    many = [[number] for number in range(300_000)]  # a search of them outlasts a thread's turn
+    ended, built, errors, interval = threading.Event(), [0], [], sys.getswitchinterval()
+
+    def build() -> None:
+        try:
+            while not ended.is_set():
+                built[0] += len(tuple(number for number in range(3000))) == 3000
+        except SystemError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    for _ in range(3):
+        live_objects(Runner)
+    ended.set()
+    thread.join()
+    assert not errors
+    assert built[0]
+    assert many
+    assert sys.getswitchinterval() == interval
 
 
 def test_a_model_that_is_not_known_is_refused_by_name() -> None:
