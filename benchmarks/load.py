@@ -390,7 +390,7 @@ def report_bars(found: Sequence[Bar], out: Path) -> None:
 
 
 def plot(figure: Any, found: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the chat's TTFT over the rate of arrivals, kvcore's contenders with whole lines."""
+    """Draw the chat's TTFT over the rate of arrivals, kvcore's contenders with solid lines."""
     timed = sorted((row for row in found if row["workload"] == DRAWN), key=lambda row: row["rate"])
     names = dict.fromkeys(row["contender"] for row in found)
     columns = {"ttft_p50_ms": "median", "ttft_p99_ms": "99th percentile"}

@@ -38,16 +38,16 @@ PREFIXES_ONLY = "set fusion.enabled = false to silence this (exact prefixes are 
 
 _searching = threading.Lock()
 _SEARCH_S = 0.5
-"""The longest that a thread keeps the interpreter to itself while objects are searched."""
+"""Seconds that a thread may keep the interpreter while objects are searched."""
 
 
 def live_objects(kind: type[Any]) -> list[Any]:
     """Return the objects of this process that are instances of ``kind``.
 
-    Engines give a connector neither their worker nor their model, so they are searched for. Other
-    threads stand still meanwhile: a tuple that one of them is building from a generator has to
-    have one reference, and the list of all objects is another. CPython's ``tuple`` raises
-    SystemError then.
+    Engines give a connector neither their worker nor their model, so they are searched for. Blocks
+    for the search, and up to 0.5 s for each thread that computes. No other thread runs Python
+    during a search of less than 0.5 s: a tuple that one is building from a generator must have one
+    reference, and the list of all objects is another, for which CPython raises SystemError there.
     """
     with _searching:
         interval = sys.getswitchinterval()
