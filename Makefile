@@ -21,10 +21,10 @@ FAST_TESTS = tests/adapters tests/unit
 ALONE = $(filter-out tests/engines/test_sglang%,$(shell grep -lrw --include='test_*.py' whole_machine tests))
 # Modules in their order: those with engines come first, and the short ones even out what is left.
 SPREAD := -n 2 --dist loadscope --no-loadscope-reorder
-# Three targets at a time, because pip waits for the disk; the output of each in one piece.
-LANES := $(MAKE) --no-print-directory -j 3 --output-sync=target
+# Three targets at a time, because an installation waits for the disk.
+LANES := $(MAKE) --no-print-directory -j 3
 # The longest first.
-ENVIRONMENTS := env env-sglang env-release env-compat
+ENVIRONMENTS := env-sglang env env-release env-compat
 CODE := kvcore kernels/kvcore_kernels adapters/vllm/kvcore_vllm adapters/trtllm/kvcore_trtllm adapters/sglang/kvcore_sglang devtools/kvcore_devtools demo tools/env.py tools/env_load.py tools/env_routers.py tools/docs_hooks.py tools/gpu tools/release.py
 
 # Images of containers often set it to 1. Each process would then compile the sources again.
@@ -103,34 +103,38 @@ demo-router: env env-sglang env-routers
 	$(RUN) -m demo.router $(if $(MODEL),--model "$(MODEL)") $(ROUTER)
 
 # Both cores are busy. A test of an engine waits for a quarter of its time, so two of them are on each
-# core: vLLM's and SGLang's, and then what needs no engine. Kernels, which wait least, come last, at a
-# lower priority.
+# core: vLLM's beside what needs no engine, and then beside SGLang's, whose environment is made
+# meanwhile. Kernels, which wait least, come last, at a lower priority.
 CHOSEN = not exhaustive
 # Answers of engines without kvcore are read from tests/answers. Nightly, the engines are asked again.
 ANSWERS = use
 test-all: ANSWERS = verify
 test-all: CHOSEN = exhaustive or not exhaustive
-test-all: MORE = env-vllm-0.31 env-routers
-test-all: MISTAKEN = $(RUN) -m kvcore_devtools.mistakes
-test test-all:
-	@$(LANES) $(ENVIRONMENTS) $(MORE) model docs-site imports
-	@code=0; \
-	$(MAKE) --no-print-directory -j 2 test-vllm test-beside CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS) || code=1; \
-	set -x; $(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=$(ANSWERS) $(PYTEST) || code=1; \
-	exit $$code
-	$(MISTAKEN)
+PARTS = $(LANES) $(ENVIRONMENTS) test-vllm test-beside docs-site imports CHOSEN="$(CHOSEN)" ANSWERS=$(ANSWERS)
+test:
+	@$(PARTS)
 
-# Two parts of `make test`, which makes the environments. The second shows each of its runs when it
-# has ended. What fails in one run does not hide what fails in another.
+test-all:
+	@$(LANES) env-vllm-0.31 env-routers
+	@code=0; \
+	$(PARTS) || code=1; \
+	set -x; $(RUN) -m pytest $(ALONE) -m whole_machine --answers=$(ANSWERS) $(PYTEST) || code=1; \
+	exit $$code
+	$(RUN) -m kvcore_devtools.mistakes
+
+# Two parts of `make test`. Each starts as soon as it has its environments. The second shows each of
+# its runs when it has ended. What fails in one run does not hide what fails in another.
 OPTIONS = $(SPREAD) --answers=$(ANSWERS) $(PYTEST)
-test-vllm:
+test-vllm: env-vllm-0.30 env-vllm-0.33 model
 	$(RUN) -m pytest $(VLLM_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS)
 
-test-beside:
+test-beside: env-release model
 	@code=0; \
 	run() { said=$$("$$@" 2>&1) || code=1; printf '+ %s\n%s\n' "$$*" "$$said"; }; \
-	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
 	run $(RUN) -m pytest $(SERVER_TESTS) $(FAST_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS); \
+	run $(PYTHON) tools/env.py sglang; \
+	run $(PYTHON) tools/env.py sglang-0.5.20; \
+	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
 	run nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS); \
 	exit $$code
 

@@ -593,16 +593,16 @@ def _make_whole(env: Environment, wanted: dict[str, str], steps: list[Step]) -> 
 
 
 def _run(env: Environment, steps: list[Step]) -> None:
-    """Run the steps in order, and print a line for each. The log is kept only after a failure."""
+    """Run the steps in order. The log is kept only after a failure.
+
+    Prints a line at the start of each step and one at the end of all. Each names the environment,
+    because several are made at a time.
+    """
+    began = time.monotonic()
     for number, step in enumerate(steps, 1):
-        print(f"[{number}/{len(steps)}] {step.name} ...", end=" ", flush=True)
-        began = time.monotonic()
-        try:
-            step.run(env)
-        except EnvError:
-            print("failed", flush=True)
-            raise
-        print(f"{time.monotonic() - began:.0f} s", flush=True)
+        print(f"{env.path.name} [{number}/{len(steps)}] {step.name}", flush=True)
+        step.run(env)
+    print(f"{env.path.name} was made in {time.monotonic() - began:.0f} s", flush=True)
     env.log.unlink(missing_ok=True)
 
 

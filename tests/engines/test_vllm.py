@@ -390,7 +390,6 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
         assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
 
 
-@pytest.mark.whole_machine
 def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
     """Two ranks save and load their own heads, two stages their own layers, of which one has two
     and the other one. Each engine reads from disk what those before it wrote."""

@@ -1,11 +1,12 @@
 """Faults at every seam of a real vLLM: answers stay right, come in time, and reuse comes back.
 
-Many faults strike in each run. With asynchronous scheduling on Model Runner V1, all of them do.
-With synchronous scheduling, where loads are part of a step, and on Model Runner V2, whose steps are
-slow in Triton's interpreter, a covering set does: each configuration meets each kind of request and
-each family of faults once, over a disk, because an engine does not see from which tier a load
-comes. Aborts and clears on Model Runner V2 are left out, for they take the most steps.
-`make test-all` runs the faults one by one in each configuration, over a store too.
+Many faults strike in each run, over a disk: an engine does not see from which tier a load comes.
+With asynchronous scheduling on Model Runner V1, all of them do. With synchronous scheduling, where
+loads are part of a step, and on Model Runner V2, whose steps are slow in Triton's interpreter, a
+covering set does: each configuration meets each kind of request and each family of faults once.
+Aborts and clears on Model Runner V2 are left out, for they take the most steps. `make test-all`
+runs the faults one by one in each configuration, over a store too, and kills engines while they
+write; in `make test` SGLang has a store and is killed (test_sglang_faults.py).
 The matrix with every pair of fault and seam is the reference engine's
 (tests/unit/testing/test_fault_matrix.py).
 """
@@ -58,6 +59,8 @@ def chosen(runs: str) -> list[Cell]:
 
 class TestFaults(FaultsTogether):
     engine = "vllm"
+    test_killed_in_the_middle_of_a_write = None
+    test_over_a_store = None
 
 
 class TestFaultsOnModelRunnerV2(FaultsTogether):
@@ -85,7 +88,6 @@ class TestFaultsOfLoadsInAStep(FaultsTogether):
 @pytest.mark.exhaustive
 class TestEachFault(FaultContract):
     engine = "vllm"
-    test_killed_in_the_middle_of_a_write = None
 
 
 @pytest.mark.exhaustive

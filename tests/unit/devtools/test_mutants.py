@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from kvcore_devtools.copies import ROOT
 from kvcore_devtools.mutants.forks import codes_of, put_into
 from kvcore_devtools.mutants.operators import mutants_of
@@ -101,6 +103,7 @@ def test_functions_get_other_code_wherever_they_stand() -> None:
         }[change[0]]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_run_is_a_fork_and_its_end_is_told(tmp_path: Path) -> None:
     (tmp_path / "counted.py").write_text("def count():\n    return 1\n")
     (tmp_path / "test_counted.py").write_text(

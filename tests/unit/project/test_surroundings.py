@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvcore.config import load_config
 from kvcore.config.paths import folder_of, memory_of
 
@@ -33,6 +35,7 @@ def test_a_server_and_its_notes_are_where_this_run_has_them() -> None:
         assert stat.S_IMODE(os.stat(own).st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_settings_of_the_user_reach_no_test_but_those_that_show_what_it_does(
     tmp_path: Path,
 ) -> None:

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 SOURCES = ("", "kernels", *(f"adapters/{name}" for name in ("vllm", "sglang", "trtllm")))
 PACKAGES = ("kvcore", "kvcore_kernels", "kvcore_vllm", "kvcore_sglang", "kvcore_trtllm")
@@ -51,6 +53,7 @@ def reached(modules: dict[str, Path], roots: set[str]) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_module_of_the_kits_is_for_users() -> None:
     """kvcore uses it, or the docs tell users to; drivers are imported by the engine's name."""
     modules = shipped()

@@ -59,6 +59,7 @@ class Idle(Driver):
         raise RuntimeError(f"no engine for {setup.ranks} ranks")
 
 
+@pytest.mark.slow
 def test_what_an_engine_lacks_is_left_out_and_what_it_raises_is_a_failure(tmp_path: Path) -> None:
     with Kit(Idle(), tmp_path) as kit:
         results = {result.case: result for result in run(kit)}
@@ -134,6 +135,7 @@ def covered(tokens: int, held: int, prompt: int, block: int) -> bool:
     return tokens <= min(held, (prompt - 1) // block * block)
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_json_and_page(tmp_path: Path) -> None:
     page = tmp_path / "conformance.md"
     before = {"other": {"about": "elsewhere", "date": "2026-01-01", "partners": [], "results": []}}

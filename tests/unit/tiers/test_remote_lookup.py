@@ -298,6 +298,7 @@ def test_blocks_dropped_while_it_was_asked_make_no_hole(leader: Leader, store: F
     assert leader.find(keys) == 1
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_belief_is_never_more_than_the_store_held_when_asked(data: st.DataObject) -> None:
     """Whatever is stored, dropped and asked in between: what an answer adds was there."""

@@ -141,6 +141,7 @@ def write_to_disk(folder: Path, geometry: Geometry, seeds: Sequence[int]) -> Non
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kept_queues")
 @settings(max_examples=examples(25))
 @given(written=geometries(), read=geometries())

@@ -319,6 +319,7 @@ def deployments(draw: st.DrawFn) -> Geometry:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @given(written=deployments(), read=deployments(), gone=st.integers(0, 99))
 def test_any_size_at_nodes_is_read_at_any_other(

@@ -199,6 +199,7 @@ def test_a_mark_can_span_streams(rig: ManualRig) -> None:
 # -- any order ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_pages_change_hands_without_the_host_and_nobody_sees_the_difference(

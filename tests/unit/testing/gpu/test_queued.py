@@ -64,6 +64,7 @@ def program(steps: list[tuple[str, int, int]]) -> list[Tensor]:
     return held
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(
     st.lists(
