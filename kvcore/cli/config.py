@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.tables import print_table
 from kvcore.config import Config, SchemaModel, format_size, settings
 from kvcore.config.walk import field_node, is_size, supported
 
@@ -144,4 +144,4 @@ def show_config(
     if in_json:
         typer.echo(as_json(effective))
     else:
-        Console().print(as_table(effective))
+        print_table(as_table(effective))

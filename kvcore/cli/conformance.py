@@ -18,6 +18,7 @@ from rich.text import Text
 
 from kvcore import log
 from kvcore.cli.options import AsJson
+from kvcore.cli.tables import print_table
 from kvcore.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
@@ -403,7 +404,7 @@ def check_conformance(
 ) -> None:
     """Test an adapter with the cases that every engine runs. Exit code 1 if one fails."""
     if show:
-        Console().print(listing())
+        print_table(listing())
         return
     log.configure("error")
     progress = Console(stderr=True)
@@ -426,6 +427,6 @@ def check_conformance(
     if in_json:
         typer.echo(as_json(record), nl=False)
     else:
-        Console().print(as_table(record))
+        print_table(as_table(record))
     if failures(record):
         raise typer.Exit(1)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.cli.probe import Listening
+from kvcore.cli.tables import print_table
 from kvcore.config import Config, format_size
 from kvcore.errors import ConfigError, KVCoreError, TierUnavailable, UnsupportedError
 
@@ -354,7 +355,7 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        Console().print(as_tables(result))
+        print_table(as_tables(result))
 
 
 def as_tables(result: Mapping[str, Any]) -> Group:

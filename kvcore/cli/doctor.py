@@ -6,13 +6,13 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvcore import log
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
 from kvcore.cli.probe import Finding, Level
+from kvcore.cli.tables import print_table
 
 __all__ = ["as_json", "as_table", "examine_machine", "exit_code"]
 
@@ -45,7 +45,7 @@ def examine_machine(
     if in_json:
         typer.echo(as_json(findings))
     else:
-        Console().print(as_table(findings))
+        print_table(as_table(findings))
     if code := exit_code(findings):
         raise typer.Exit(code)
 

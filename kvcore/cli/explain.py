@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.tables import print_table
 from kvcore.errors import ConfigError
 
 __all__ = ["as_table", "as_text", "find"]
@@ -163,6 +164,6 @@ def explain_request(
     if in_json:
         typer.echo(json.dumps(found, indent=1))
     elif request is None:
-        Console().print(as_table(found))
+        print_table(as_table(found))
     else:
         Console().print(as_text(found[0]), markup=False, highlight=False)

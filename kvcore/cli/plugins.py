@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvcore import log
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.tables import print_table
 from kvcore.config import Config
 from kvcore.engines.verdict import Verdict, judge
 from kvcore.plugins import PluginManager
@@ -102,4 +102,4 @@ def show_plugins(
     if in_json:
         typer.echo(as_json(found))
     else:
-        Console().print(*as_tables(found), sep="\n")
+        print_table(*as_tables(found))

@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
+
+from kvcore.cli.tables import print_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,7 +127,7 @@ class Report:
             table.add_column(column, justify="right" if numbers else "left")
         for row in self.rows:
             table.add_row(*(_cell(row[column]) for column in self.columns))
-        Console().print(table)
+        print_table(table)
 
     def _draw(self, path: Path, plot: Plot) -> None:
         try:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvcore import log
 from kvcore.cli.options import AsJson, Assignments, ConfigFile, load
+from kvcore.cli.tables import print_table
 from kvcore.config import format_size
 from kvcore.errors import ConfigError, FormatError
 
@@ -168,6 +169,6 @@ def scrub_stores(
     if in_json:
         typer.echo(as_json(found))
     else:
-        Console().print(as_table(found))
+        print_table(as_table(found))
     if code := exit_code(found):
         raise typer.Exit(code)

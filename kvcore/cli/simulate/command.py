@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from kvcore import log
 from kvcore.cli.options import AsJson
+from kvcore.cli.tables import print_table
 from kvcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def simulate_trace(
     if in_json:
         typer.echo(as_json(chosen, outcomes))
     else:
-        Console().print(as_table(chosen, outcomes))
+        print_table(as_table(chosen, outcomes))
     if picture is not None:
         draw(picture, chosen, outcomes)
 

@@ -186,46 +186,54 @@ def as_json(trace: Trace, outcomes: Sequence[Outcome]) -> str:
 
 
 def as_table(trace: Trace, outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each scenario.
+    """Return a table with a row for each scenario. What is the same in all stands below it.
 
     If the model has resume points, it says which are kept, and how many bytes are held and written.
     """
-    with_points = any(outcome.scenario.point_bytes for outcome in outcomes)
-    table = Table(
-        title=trace.name, caption="times are modelled; hits come from the real index and policies"
-    )
-    for name in ("host", "disk", "policy", "plan"):
-        table.add_column(name)
-    if with_points:
-        table.add_column("points", overflow="fold")
-    for name in ("host hits", "disk hits", "TTFT p50", "p90", "p99", "prefill saved"):
-        table.add_column(name, justify="right")
-    if with_points:
-        for name in ("blocks held", "points held", "written"):
-            table.add_column(name, justify="right")
-    for outcome in outcomes:
-        shown = row(outcome)
-        rate, first = shown["hit_rate"], shown["ttft_s"]
-        share = outcome.saved / outcome.prefill_alone if outcome.prefill_alone else 0.0
-        table.add_row(
-            format_size(shown["host_bytes"], exact=False),
-            format_size(shown["disk_bytes"], exact=False),
-            shown["policy"],
-            shown["plan"],
-            *([shown["points"] or "-"] if with_points else ()),
-            *(f"{rate.get(tier, 0.0):.1%}" for tier in ("host", "disk")),
-            *(f"{first[name]:.3g} s" for name, _ in _QUANTILES),
-            f"{outcome.saved:,.0f} s ({share:.0%})",
-            *(_kept(outcome) if with_points else ()),
-        )
+    settings = [_settings(row(outcome)) for outcome in outcomes]
+    found = [_found(outcome) for outcome in outcomes]
+    told = [
+        name for name in settings[0] if name == "host" or len({one[name] for one in settings}) > 1
+    ]
+    common = [f"{name} {value}" for name, value in settings[0].items() if name not in told]
+    common += ["times are modelled", "hits come from the real index and policies"]
+    table = Table(title=trace.name, caption="; ".join(common))
+    for name in told:
+        table.add_column(name, overflow="fold")
+    for name in found[0]:
+        table.add_column(name, justify="right", overflow="fold")
+    for one, shown in zip(settings, found, strict=True):
+        table.add_row(*(one[name] for name in told), *shown.values())
     return table
 
 
-def _kept(outcome: Outcome) -> list[str]:
-    """Return the bytes of blocks held, of points held, and of both written, as text."""
-    blocks = sum(kinds.blocks for kinds in outcome.held.values())
-    points = sum(kinds.points for kinds in outcome.held.values())
-    return [f"{size / 1e9:,.1f} GB" for size in (blocks, points, sum(outcome.written))]
+def _settings(shown: dict[str, Any]) -> dict[str, str]:
+    """Return what a scenario was given, as text."""
+    points = {"points": shown["points"]} if shown["points"] else {}
+    return {
+        "host": format_size(shown["host_bytes"], exact=False),
+        "disk": format_size(shown["disk_bytes"], exact=False),
+        "policy": shown["policy"],
+        "plan": shown["plan"],
+        **points,
+    }
+
+
+def _found(outcome: Outcome) -> dict[str, str]:
+    """Return what came of a scenario, as text."""
+    shown = row(outcome)
+    share = outcome.saved / outcome.prefill_alone if outcome.prefill_alone else 0.0
+    kept = {}
+    if outcome.scenario.point_bytes:
+        blocks = sum(kinds.blocks for kinds in outcome.held.values())
+        points = sum(kinds.points for kinds in outcome.held.values())
+        kept = {"blocks held": blocks, "points held": points, "written": sum(outcome.written)}
+    return {
+        **{f"{tier} hits": f"{shown['hit_rate'].get(tier, 0.0):.1%}" for tier in ("host", "disk")},
+        **{f"TTFT {name}": f"{shown['ttft_s'][name]:.3g} s" for name, _ in _QUANTILES},
+        "prefill saved": f"{outcome.saved:,.0f} s ({share:.0%})",
+        **{name: f"{size / 1e9:,.1f} GB" for name, size in kept.items()},
+    }
 
 
 def draw(path: Path, trace: Trace, outcomes: Sequence[Outcome]) -> None:
