@@ -118,6 +118,12 @@ class ModelDescription:
                 f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
                 "bytes on a rank: kvcore serves them on ranks with equal parts of a block"
             )
+        own = bool(point.states or point.windows)
+        if own and len(set(map(self.part, range(self.world_size)))) < self.world_size:
+            raise LayoutError(
+                f"resume points of {self.world_size} ranks, some of which have the same part of a "
+                "block: each has states or windows of its own, and stores tell ranks apart by it"
+            )
         for name, parts in (("states", point.states), ("windows", point.seen)):
             groups = {part.group for part in parts}
             if groups != {i for i, group in enumerate(self.groups) if group.of == name}:

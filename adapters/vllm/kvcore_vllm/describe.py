@@ -101,9 +101,9 @@ def describe(
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
-    if windows and max(total_heads // tp, 1) != spec.num_kv_heads:
-        # Unlike heads: vLLM's number is of the layers with windows. Points are read by as many
-        # ranks as wrote them, so what all ranks hold alike may count once for each.
+    if states or windows:
+        # Ranks with the same heads may have states, and heads of windows, of their own. So their
+        # parts count apart. Points are read by as many ranks as wrote them.
         total_heads = spec.num_kv_heads * tp
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
