@@ -101,14 +101,15 @@ class ModelDescription:
         shape, point = self.shape, self.point
         nominal = packed.shape(shape.block_tokens, shape.kv_heads) == shape
         sizes = {group.page_tokens for group in self.groups if group.of == "blocks"}
-        whole = all(shape.block_tokens % group.page_tokens == 0 for group in self.groups)
-        others = point is not None and bool(point.states or point.windows)
+        paged = (group.page_tokens for group in self.groups if group.of != "states")
+        whole = all(shape.block_tokens % tokens == 0 for tokens in paged)
+        others = point is not None and bool(point.windows)
         fits = nominal and whole and sizes == {packed.page_tokens}
         if not fits or others or len(self.stages) > 1:
             raise LayoutError(
                 f"{packed} for blocks of {shape} in pages of {sorted(sizes)} tokens: kvcore serves "
                 "pages of the engine's own format in one size, without pipeline stages, and beside "
-                "windows of the same format only"
+                "states, and windows of the same format, only"
             )
 
     def _check_point(self, point: PointShape) -> None:
