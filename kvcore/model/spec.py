@@ -101,14 +101,15 @@ class ModelDescription:
         shape, point = self.shape, self.point
         nominal = packed.shape(shape.block_tokens, shape.kv_heads) == shape
         sizes = {group.page_tokens for group in self.groups if group.of == "blocks"}
-        whole = all(shape.block_tokens % group.page_tokens == 0 for group in self.groups)
-        others = point is not None and bool(point.states or point.windows)
+        paged = (group.page_tokens for group in self.groups if group.of != "states")
+        whole = all(shape.block_tokens % tokens == 0 for tokens in paged)
+        others = point is not None and bool(point.windows)
         fits = nominal and whole and sizes == {packed.page_tokens}
         if not fits or others or len(self.stages) > 1:
             raise LayoutError(
                 f"{packed} for blocks of {shape} in pages of {sorted(sizes)} tokens: kvcore serves "
                 "pages of the engine's own format in one size, without pipeline stages, and beside "
-                "windows of the same format only"
+                "states, and windows of the same format, only"
             )
 
     def _check_point(self, point: PointShape) -> None:
@@ -117,6 +118,12 @@ class ModelDescription:
             raise LayoutError(
                 f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
                 "bytes on a rank: kvcore serves them on ranks with equal parts of a block"
+            )
+        own = bool(point.states or point.windows)
+        if own and len(set(map(self.part, range(self.world_size)))) < self.world_size:
+            raise LayoutError(
+                f"resume points of {self.world_size} ranks, some of which have the same part of a "
+                "block: each has states or windows of its own, and stores tell ranks apart by it"
             )
         for name, parts in (("states", point.states), ("windows", point.seen)):
             groups = {part.group for part in parts}

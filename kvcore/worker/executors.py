@@ -21,7 +21,7 @@ from kvcore.memory.runs import NO_PLACE, SlotPlace
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead, BlockWrite, DeviceRead, Tier
 from kvcore.transfer.executor import OpPart
-from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp
+from kvcore.transfer.graph import SKIP, RowError, TransferGraph, TransferOp, UnitTable
 from kvcore.worker.device_staging import StagedReads
 from kvcore.worker.refusing import DeadTier
 from kvcore.worker.streams import CopyStreams, IssuedCopies
@@ -155,18 +155,31 @@ class DeviceCopy:
                 self._copy(part.pages, units, memory, slots, layers, table.unit_tokens)
 
     def _zero_rest(self, graph: TransferGraph, last: int) -> None:
-        """Zero what the last page has behind block ``last``, after which the engine goes on.
+        """Zero what pages have behind block ``last``, and before the first token of each window.
 
-        The page may have held states before, which are no numbers if they are read as KV. The
-        engine reads whole pages, and expects numbers also where no token is yet.
+        The engine goes on after that block. Its pages may have held states before, which are no
+        numbers if they are read as KV. It reads whole pages, and expects numbers also where no
+        token is yet, and where none is that a window sees. Tokens that the engine has stay.
         """
         from kvcore.memory.copy.reference import zero_tokens
 
+        loaded = 0  # tokens before the boundary that the engine did not have
         for group, table in zip(self._groups, graph.units, strict=True):
-            unit = int(table.array()[last].max())
-            if group.layers and group.page_tokens and unit != SKIP:
-                stop = (unit + 1) * table.unit_tokens
+            if not group.layers:
+                continue
+            known = _tokens(table, range(last + 1))
+            loaded = max(loaded, len(known) * table.unit_tokens)
+            if group.page_tokens and len(known):
+                stop = int(known[-1]) + table.unit_tokens
                 zero_tokens(group.view, stop, -(-stop // group.page_tokens) * group.page_tokens)
+        for part in self._points.windows:
+            table, size = graph.units[part.group], self._groups[part.group].page_tokens
+            known = _tokens(table, [last + 1 + row for row in reversed(part.rows)])
+            unseen = max(loaded - len(known) * table.unit_tokens, 0)
+            if len(known):
+                start, stop = int(known[0]), int(known[-1]) + table.unit_tokens
+                zero_tokens(part.pages, max(start // size * size, start - unseen), start)
+                zero_tokens(part.pages, stop, -(-stop // size) * size)
 
     def _copy(
         self,
@@ -192,6 +205,17 @@ class DeviceCopy:
 def _places(graph: TransferGraph, op: TransferOp) -> Sequence[int]:
     """Return where each row is that is not in the engine's pages."""
     return graph.staged if op.path.is_staged else graph.host_slots
+
+
+def _tokens(table: UnitTable, rows: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return the first token of each unit that is copied in ``rows``, in their order.
+
+    A table may have fewer rows.
+    """
+    units = table.array()
+    found = units[[row for row in rows if row < len(units)]]
+    tokens: npt.NDArray[np.int64] = found[found != SKIP] * table.unit_tokens
+    return tokens
 
 
 def _cut(units: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:

@@ -57,6 +57,10 @@ class Kind(NamedTuple):
 # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
 LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 WINDOWS = ("gpt_oss", "gemma3", "gemma4", "deepseek_v4")
+# One of its two layers with attention has a window.
+WINDOWED = {"KVCORE_WINDOW": "100"}
+# Its layers with attention have two caches each, so that blocks keep vLLM's pages as they are.
+SIDES = {"KVCORE_SIDES": ""}
 # vLLM's CPU build forgets a block size that it chose itself, and then keeps few states.
 QWEN = {"dtype": "bfloat16", "block_size": 384}
 # Drafts by n-gram end vLLM's CPU build itself, at a step that has none beside one that has some.
@@ -64,10 +68,13 @@ MTP = {"method": "mtp", "num_speculative_tokens": 2}
 V4 = {"dtype": "bfloat16", "max_model_len": 4096}
 KINDS = {
     "lfm2": Kind("lfm2", 128, LFM2),
-    "lfm2-v2": Kind("lfm2", 128, LFM2, V2),
     "lfm2-ranks": Kind("lfm2", 128, {**LFM2, "tensor_parallel_size": 2}),
     "lfm2-tails": Kind("lfm2", 64, {**LFM2, "block_size": 256, "prefix_match_unit": 64}),
-    "lfm2-0.33": Kind("lfm2", 128, LFM2, python="vllm-0.33"),
+    "lfm2-windows": Kind("lfm2", 128, LFM2, WINDOWED),
+    "lfm2-windows-v2": Kind("lfm2", 128, LFM2, {**WINDOWED, **V2}),
+    "lfm2-windows-0.33": Kind("lfm2", 128, LFM2, WINDOWED, "vllm-0.33"),
+    "lfm2-packed": Kind("lfm2", 128, LFM2, SIDES),
+    "lfm2-packed-ranks": Kind("lfm2", 128, {**LFM2, "tensor_parallel_size": 2}, SIDES),
     "qwen3_next": Kind("qwen3_next", 384, QWEN),
     # vLLM 0.30's kernel for CPUs takes no convolutions as wide as LFM2's.
     "qwen3_next-0.30": Kind("qwen3_next", 384, QWEN, python="vllm-0.30"),
@@ -88,8 +95,8 @@ KINDS = {
     "gemma4-ranks": Kind("gemma4", 128, {"tensor_parallel_size": 2}),
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
-DAILY = ("lfm2", "gemma4", "deepseek_v4")
-"""Two groups of states and one of attention, or three and one; one or more groups of windows."""
+DAILY = ("lfm2-windows", "gemma4", "deepseek_v4")
+"""Groups of states, of windows and of attention; windows of unlike heads; pages of vLLM's own."""
 
 
 class Served(NamedTuple):
@@ -177,6 +184,8 @@ def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more
 def environment(kind: Kind, *plugins: str) -> dict[str, str]:
     """Environment variables of an engine, with these folders of plugins."""
     own = ["deepseek_v4"] if kind.arch == "deepseek_v4" else []
+    own += ["windowed"] if "KVCORE_WINDOW" in kind.env else []
+    own += ["sides"] if "KVCORE_SIDES" in kind.env else []
     path = [*(str(HERE / name) for name in (*plugins, *own)), os.environ.get("PYTHONPATH", "")]
     return {**kind.env, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -201,9 +210,9 @@ def test_answers_are_those_of_the_engine_alone(served: Served) -> None:
         pytest.skip("vLLM without its prefix cache computes in other pieces")
     prompts = [prompt(1), prompt(2, 130), prompt(3, 64)]
     kind = served.kind
-    v4 = kind.arch == "deepseek_v4"
-    args = kind.args if v4 else {n: v for n, v in kind.args.items() if n in LFM2}
-    env = environment(kind) if v4 else None
+    own = kind.arch == "deepseek_v4" or not {*WINDOWED, *SIDES}.isdisjoint(kind.env)
+    args = kind.args if own else {n: v for n, v in kind.args.items() if n in LFM2}
+    env = environment(kind) if own else None
     with engine(model_of(kind), None, env=env, enable_prefix_caching=False, **args) as alone:
         right = answers(alone, prompts, logprobs=True)
     assert len({str(answer.token_ids) for answer in right}) == len(prompts)
@@ -294,6 +303,8 @@ def test_a_mistake_with_the_states_shows(served: Served, name: str) -> None:
         # states of its compressor, of which none would be read after the block.
         length = 3 * served.kind.step
         names = [f"group {number}" for number in (0, 1, 3, 4)] if name == "group" else names
+    elif name == "group" and "KVCORE_WINDOW" in served.kind.env:
+        names = ["group", "windows"]
     asked = [prompt(50, length)]
     cold = served.ask(asked, f"mistake {name} cold")
     for mistake in names:
@@ -397,7 +408,7 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
 
 
 def only_one(kind: Kind) -> None:
-    if kind not in (KINDS["lfm2"], KINDS["gpt_oss"]):
+    if kind not in (KINDS["lfm2-windows"], KINDS["gpt_oss"]):
         pytest.skip("one kind with states and one with windows are enough")
 
 

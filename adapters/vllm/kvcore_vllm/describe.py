@@ -37,7 +37,7 @@ from kvcore_vllm.packed import (
     why_packed,
 )
 from kvcore_vllm.probes import STATES
-from kvcore_vllm.specs import first_specs, leaf_specs
+from kvcore_vllm.specs import first_specs, keeps_states, leaf_specs, state_specs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,18 +76,18 @@ def describe(
     """
     _check_parallelism(vllm_config)
     _check_speculation(vllm_config)
-    states = _state_specs(kv_cache_config)
-    windows = _window_groups(kv_cache_config, dense_windows)
+    states = state_specs(kv_cache_config)
+    windows, dense = _window_groups(kv_cache_config, dense_windows)
     step = 0
     if states:
         _check_states(vllm_config, states)
         step = _boundary_step(vllm_config, kv_cache_config)
         block_tokens = gcd(block_tokens, step)
     order = _layer_order(kv_cache_config, windows)
-    if states and len({place[:2] for place in order}) < len(order):
-        raise UnsupportedError(f"states beside two caches in a layer: {[n for *_, n in order]}")
-    if why := "" if states else why_packed(vllm_config, kv_cache_config, order):
-        return _describe_packed(vllm_config, kv_cache_config, block_tokens, dense_windows, why)
+    if why := why_packed(vllm_config, kv_cache_config, order):
+        return _describe_packed(
+            vllm_config, kv_cache_config, block_tokens, dense_windows, why, states, step
+        )
     stages = _stages(vllm_config)
     groups = _groups(kv_cache_config, windows, order)
     if stages:
@@ -96,14 +96,17 @@ def describe(
     if not states:
         _check_page_writers(kv_cache_config)
     elif any(_window_of(spec) for spec in specs):
-        raise UnsupportedError("states of layers beside layers with windows")
+        raise UnsupportedError(
+            "states beside layers with windows whose KV is in blocks, of which vLLM drops pages "
+            f"before it has states to save: kvcore keeps the ends of windows there, but {dense}"
+        )
     spec = specs[0]
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
-    if windows and max(total_heads // tp, 1) != spec.num_kv_heads:
-        # Unlike heads: vLLM's number is of the layers with windows. Points are read by as many
-        # ranks as wrote them, so what all ranks hold alike may count once for each.
+    if states or windows:
+        # Ranks with the same heads may have states, and heads of windows, of their own. So their
+        # parts count apart. Points are read by as many ranks as wrote them.
         total_heads = spec.num_kv_heads * tp
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
@@ -119,7 +122,7 @@ def describe(
         block_tokens=block_tokens,
         dtype=_dtype_of(spec),
     )
-    window_specs = [kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in windows]
+    window_specs = [first_specs(kv_cache_config)[index] for index in windows]
     identity = model_identity(vllm_config, specs, states, window_specs)
     ranks = tp * max(len(stages), 1)
     plain = ModelDescription(
@@ -143,12 +146,15 @@ def _describe_packed(
     block_tokens: int,
     dense: str,
     why: str,
+    states: Sequence[MambaSpec],
+    step: int,
 ) -> ModelDescription:
     """Return the description of a model whose pages are stored as they are, for the reason ``why``.
 
     A block is raised to a whole number of pages, also of layers with a window, whose last pages are
-    kept by resume points. Raises UnsupportedError if kvcore cannot serve it, or if there are such
-    layers and ``dense`` says why there can be no points.
+    kept by resume points, as are the ``states`` that vLLM has every ``step`` tokens. Raises
+    UnsupportedError if kvcore cannot serve it, or if there are layers with a window and ``dense``
+    says why there can be no points.
     """
     windows = packed_windows(kv_cache_config)
     order = _layer_order(kv_cache_config, windows)
@@ -156,28 +162,41 @@ def _describe_packed(
     packed = packed_pages(vllm_config, kv_cache_config, names, why, windows)
     if windows and dense:
         raise UnsupportedError(f"{why} beside windows, which only resume points keep, and {dense}")
-    spare = max(lookahead(vllm_config), 1)  # see `_window_group`
+    spare = _spare(vllm_config, kv_cache_config)
     seen = [page_window(vllm_config, kv_cache_config, index, spare) for index in windows]
     specs, ranks = first_specs(kv_cache_config), vllm_config.parallel_config.tensor_parallel_size
     identity = model_identity(
         vllm_config,
-        [s for i, s in enumerate(specs) if i not in windows],
+        [s for i, s in enumerate(specs) if i not in windows and type(s) is not MambaSpec],
+        states,
         packed=packed_identity(vllm_config, kv_cache_config, packed, names, seen),
     )
     block_tokens = packed.block_tokens(block_tokens, [window.page_tokens for window in seen])
+    if step % block_tokens:
+        raise UnsupportedError(
+            f"{why} beside states: vLLM has these every {step} tokens, inside its pages, and a hit "
+            f"ends behind blocks of {block_tokens} tokens, which are whole pages. Leave "
+            "prefix_match_unit out, if it is set"
+        )
     _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
+    shares = 1 if not states and all_latents(specs) else ranks
     plain = ModelDescription(
-        packed.shape(block_tokens, 1 if all_latents(specs) else ranks),
+        packed.shape(block_tokens, shares),
         _groups(kv_cache_config, windows, order),
         identity.fingerprint,
         ranks,
         alone=identity.alone,
         packed=packed,
     )
-    if not windows:
+    if not windows and not states:
         return plain
-    row = plain.rank_shape(0).nbytes
-    return replace(plain, point=PointShape((), row, 1, page_windows=tuple(seen)))
+    point = PointShape(
+        _state_groups(kv_cache_config, plain),
+        plain.rank_shape(0).nbytes,
+        max(step // block_tokens, 1),
+        page_windows=tuple(seen),
+    )
+    return replace(plain, point=point)
 
 
 def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -189,12 +208,6 @@ def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
 
     _, step = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     return int(step)
-
-
-def _state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
-    """Return the spec of each group of states, in order."""
-    found = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return [spec for spec in found if type(spec) is MambaSpec]
 
 
 def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
@@ -209,27 +222,29 @@ def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
     return ""
 
 
-def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[int, ...]:
+def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[tuple[int, ...], str]:
     """Return the groups whose layers have a window that resume points are to keep.
 
-    There are none if every layer has a window, because nothing is left then for blocks.
+    If there are none, the text says why. It is so if every layer with KV has a window, because
+    nothing is left then for blocks.
     """
-    groups = kv_cache_config.kv_cache_groups
-    found = [i for i, group in enumerate(groups) if type(group.kv_cache_spec) is SlidingWindowSpec]
-    others = [group for i, group in enumerate(groups) if i not in found]
-    if not found or {type(group.kv_cache_spec) for group in others} != {FullAttentionSpec}:
-        return ()
-    most = sum(len(group.layer_names) * _token_nbytes(group.kv_cache_spec) for group in others)
-    largest = max(_token_nbytes(groups[i].kv_cache_spec) for i in found)
+    groups, specs = kv_cache_config.kv_cache_groups, first_specs(kv_cache_config)
+    with_kv = [i for i, group in enumerate(groups) if not keeps_states(group)]
+    found = [i for i in with_kv if type(specs[i]) is SlidingWindowSpec]
+    others = [i for i in with_kv if i not in found]
+    if not found or {type(specs[i]) for i in others} != {FullAttentionSpec}:
+        return (), "only sliding ones beside full attention"
+    most = sum(len(groups[i].layer_names) * _token_nbytes(specs[i]) for i in others)
+    largest = max(_token_nbytes(specs[i]) for i in found)
     if not dense and largest > most:
         dense = f"one of their layers keeps {largest} bytes a token, all others together {most}"
-    kinds = {_type_of(group.kv_cache_spec) for group in groups}
+    kinds = {_type_of(specs[i]) for i in with_kv}
     if not dense and len(kinds) > 1:  # the namespace names one type and its scales
         dense = f"their KV is of another type: {sorted(kinds)}"
     if dense:
         _log.info("blocks keep the KV of %d groups of layers with windows: %s", len(found), dense)
-        return ()
-    return tuple(found)
+        return (), dense
+    return tuple(found), ""
 
 
 def _type_of(spec: Any) -> tuple[str, str]:
@@ -248,7 +263,7 @@ def _window_group(
 ) -> WindowGroup:
     """Return what a resume point has of a group of layers with a window."""
     group = kv_cache_config.kv_cache_groups[index]
-    spec, names = group.kv_cache_spec, tuple(sorted(group.layer_names, key=_order))
+    spec, names = leaf_specs(group)[0], tuple(sorted(group.layer_names, key=_order))
     assert isinstance(spec, SlidingWindowSpec)
     shape = BlockShape(
         layers=len(names),
@@ -258,8 +273,17 @@ def _window_group(
         block_tokens=block_tokens,
         dtype=_dtype_of(spec),
     )
-    # A hit of a whole prompt goes on at its last token, and a draft model some tokens before.
-    return WindowGroup(index, names, shape, spec.sliding_window - 1, max(lookahead(vllm_config), 1))
+    spare = _spare(vllm_config, kv_cache_config)
+    return WindowGroup(index, names, shape, spec.sliding_window - 1, spare)
+
+
+def _spare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many tokens before a boundary the model goes on at most.
+
+    A hit of a whole prompt goes on at its last token, and a draft model some tokens before. States
+    are of one token.
+    """
+    return 0 if state_specs(kv_cache_config) else max(lookahead(vllm_config), 1)
 
 
 def _state_groups(
@@ -271,7 +295,7 @@ def _state_groups(
         StateGroup(
             group.index,
             tuple(groups[group.index].layer_names),
-            groups[group.index].kv_cache_spec.state_content_size_bytes,
+            leaf_specs(groups[group.index])[0].state_content_size_bytes,
         )
         for group in model.groups
         if group.of == "states"
@@ -285,7 +309,8 @@ def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
     if modes != ["align"]:
         raise UnsupportedError(
             f"states of layers with mamba_cache_mode={' and '.join(modes)}; kvcore serves 'align', "
-            "vLLM's default with prefix caching (--enable-prefix-caching)"
+            "vLLM's default with prefix caching (--enable-prefix-caching), and its only such mode "
+            "from 0.32 on"
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedError(
@@ -421,7 +446,7 @@ def _layer_order(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> list
     found: list[str] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(group)
-        if type(group.kv_cache_spec) is not MambaSpec and index not in windows:
+        if not keeps_states(group) and index not in windows:
             found += group.layer_names
     return sorted(map(_order, found))
 
@@ -433,7 +458,7 @@ def _groups(
     canonical = {name: i for i, (*_, name) in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        if type(group.kv_cache_spec) is MambaSpec:
+        if keeps_states(group):
             groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), of="states"))
             continue
         if index in windows:

@@ -28,7 +28,7 @@ from kvcore.memory.layout import KVView
 from kvcore.memory.runs import byte_pages, whole_pages
 from kvcore.model.packed import PackedPages
 from kvcore.model.points import PageWindow
-from kvcore_vllm.specs import first_specs, leaf_specs, page_nbytes
+from kvcore_vllm.specs import first_specs, keeps_states, leaf_specs, page_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,25 +111,28 @@ def packed_pages(
 ) -> PackedPages:
     """Return the pages of the layers ``names`` on one rank. ``why`` is that of `why_packed`.
 
-    The groups ``windows`` are not among them. Raises UnsupportedError if vLLM keeps anything but
-    whole pages of every token, or zeroes them.
+    The groups ``windows`` and those of states are not among them. Raises UnsupportedError if vLLM
+    keeps anything but whole pages of every token, or zeroes them.
     """
     groups = kv_cache_config.kv_cache_groups
-    specs = [s for i, s in enumerate(first_specs(kv_cache_config)) if i not in windows]
+    states = [index for index, group in enumerate(groups) if keeps_states(group)]
+    beside = {*windows, *states}
+    specs = [s for i, s in enumerate(first_specs(kv_cache_config)) if i not in beside]
     for index, group in enumerate(groups):
-        _check_kinds(group, why, _WINDOWS if index in windows else _SERVED)
+        if index not in states:
+            _check_kinds(group, why, _WINDOWS if index in windows else _SERVED)
     if not specs:
         raise UnsupportedError(f"{why}, and every layer has a window: nothing is left for blocks")
     sizes = {spec.block_size for spec in specs}
     if len(sizes) > 1:
         raise UnsupportedError(f"{why} in pages of {sorted(sizes)} tokens: kvcore serves one size")
-    if not windows and len({(spec.dtype, spec.kv_quant_mode) for spec in specs}) > 1:
+    if not beside and len({(spec.dtype, spec.kv_quant_mode) for spec in specs}) > 1:
         raise UnsupportedError(
             f"{why} in page tables of several precisions, whose pages vLLM zeroes within a step, "
             "in no order with the copies of a connector"
         )
     parallel = vllm_config.parallel_config
-    leaves = [spec for group in groups for spec in leaf_specs(group)]
+    leaves = [spec for group in groups if not keeps_states(group) for spec in leaf_specs(group)]
     mixed = len({isinstance(spec, _LATENTS) for spec in leaves}) > 1
     if parallel.tensor_parallel_size > 1 and mixed:
         raise UnsupportedError(

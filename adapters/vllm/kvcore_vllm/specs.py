@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import MambaSpec, UniformTypeKVCacheSpecs
+
+from kvcore.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-__all__ = ["first_specs", "layout_of", "leaf_specs", "page_nbytes"]
+__all__ = ["first_specs", "keeps_states", "layout_of", "leaf_specs", "page_nbytes", "state_specs"]
 
 
 def leaf_specs(group: Any) -> list[Any]:
@@ -24,6 +26,26 @@ def leaf_specs(group: Any) -> list[Any]:
 def first_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
     """Return the first spec of each group, the only one that the leader knows."""
     return [leaf_specs(group)[0] for group in kv_cache_config.kv_cache_groups]
+
+
+def keeps_states(group: Any) -> bool:
+    """Return True if a group has states, in place of KV."""
+    return all(type(spec) is MambaSpec for spec in leaf_specs(group))
+
+
+def state_specs(kv_cache_config: KVCacheConfig) -> list[MambaSpec]:
+    """Return the spec of each group of states, in order.
+
+    Raises UnsupportedError if layers with unlike states share a group. Only workers see that.
+    """
+    groups = [leaf_specs(group) for group in kv_cache_config.kv_cache_groups if keeps_states(group)]
+    for specs in groups:
+        if len(kinds := {(spec.shapes, spec.dtypes) for spec in specs}) > 1:
+            raise UnsupportedError(
+                f"states of {len(kinds)} shapes in one page table: kvcore serves one, since vLLM "
+                "tells its scheduler of one"
+            )
+    return [specs[0] for specs in groups]
 
 
 def layout_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
@@ -128,6 +129,12 @@ def deepseek_v4(dtype: Any = torch.uint8, **more: Any) -> Specs:
     )
 
 
+def window_of_heads(**more: Any) -> Any:
+    """Return the spec of K and V of the last 100 tokens."""
+    given = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(sliding_window=100, **given | more)
+
+
 PACKED = {
     "sparse": sparse(),
     "sparse fp8": sparse(torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
@@ -225,10 +232,7 @@ WINDOWED = {
                 "window",
                 lambda layer: None
                 if layer
-                else SlidingWindowSpec(
-                    block_size=32, num_kv_heads=2, head_size=64, dtype=torch.uint8,
-                    kv_quant_mode=INT8, sliding_window=100,
-                ),
+                else window_of_heads(dtype=torch.uint8, kv_quant_mode=INT8),
             ),
         ),
         32,
@@ -263,6 +267,60 @@ def test_points_have_each_byte_of_the_last_pages_of_windows(kind: str) -> None:
             content = caches[name]
             assert torch.equal(whole[:, : content.shape[1]], content), name
     assert sorted(names) == sorted(specs)
+
+
+def beside_states(specs: Specs, tokens: int) -> Specs:
+    """Add layers with states, in pages of ``tokens`` tokens."""
+    state = MambaSpec(
+        block_size=tokens,
+        shapes=((3, 96), (2, 16, 16)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_cache_mode="align",
+    )
+    return {**specs, **{f"model.layers.{LAYERS + i}.mixer": state for i in range(4)}}
+
+
+INDEX = "sparse"
+BESIDE = {
+    INDEX: (PACKED["sparse"], 64),
+    "scales": (PACKED["INT8_PER_TOKEN_HEAD"], 32),
+    "NVFP4": (PACKED["NVFP4"], 32),
+    "two caches": (layers(("attn", lambda _: full()), ("side", lambda _: full())), 32),
+    "scales and windows": (WINDOWED["8 bits with scales beside windows"][0], 32),
+    "latents": (layers(("attn", lambda _: latent())), 64),
+    "windows": (
+        layers(
+            ("attn", lambda layer: full() if layer else None),
+            ("window", lambda layer: None if layer else window_of_heads()),
+        ),
+        32,
+    ),
+}  # fmt: skip
+"""Specs of layers with KV, and the tokens of a page."""
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("kind", BESIDE)
+def test_states_are_beside_every_kind(kind: str, layout: str) -> None:
+    """vLLM tells workers of states in another way where all groups lie in one block."""
+    if (kind, layout) == (INDEX, "LBHNC"):
+        pytest.skip("vLLM has no such layout: the pages differ")
+    specs, tokens = BESIDE[kind]
+    made = config(layout)
+    made.cache_config.enable_prefix_caching = True
+    worker, scheduler = planned(beside_states(specs, tokens), made)
+    found = describe(made, worker, 16)
+    assert found == describe(made, scheduler, 16)
+    point = found.point
+    assert point is not None
+    plain = kind in ("latents", "windows")
+    assert (found.packed is None) is plain
+    assert found.shape.block_tokens * point.every == tokens
+    assert sum(len(group.names) for group in point.states) == 4
+    assert {group.nbytes for group in point.states} == {3 * 96 * 2 + 2 * 16 * 16 * 4}
+    assert bool(point.seen) is ("windows" in kind)
+    of_blocks = [name for group in found.groups for name in group.names]
+    assert sorted([*of_blocks, *(n for w in point.seen for n in w.names)]) == sorted(specs)
 
 
 def test_each_rank_of_deepseek_v4_has_all_of_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,11 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVQuantMode,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from kvcore.config import load_config
@@ -28,6 +32,8 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import EveryPoint, PointPolicy, SpacedPoints
 from kvcore.manager import KVManager
 from kvcore.model.points import last_point_key, point_keys
+from kvcore.model.spec import ModelDescription
+from kvcore.runtime.build import geometry
 from kvcore.telemetry.metrics import Metrics
 from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.build import build_scheduler_side
@@ -37,6 +43,7 @@ from kvcore_vllm.points import NULL_PAGE
 from support.vllm_configs import changed
 from support.vllm_leader import PROMPT, request
 
+WINDOW = ["model.layers.8.self_attn.attn"]
 ATTENTION = ["model.layers.2.self_attn.attn", "model.layers.5.self_attn.attn"]
 STATES = [f"model.layers.{layer}.conv" for layer in (0, 1, 3, 4)]
 STEP = 128
@@ -72,13 +79,23 @@ def state(**fields: Any) -> MambaSpec:
 
 
 def told(*specs: Any) -> KVCacheConfig:
-    names = [ATTENTION, STATES[:2], STATES[2:]]
+    names = [ATTENTION, STATES[:2], STATES[2:], WINDOW]
     groups = [KVCacheGroupSpec(n, s) for n, s in zip(names, specs, strict=False)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def described(block: int = 16, **changes: Any) -> Any:
     return describe(vllm_config(**changes), told(attention(), state(), state()), block)
+
+
+def window(**fields: Any) -> Any:
+    return attention(kind=SlidingWindowSpec, **{"sliding_window": 100, **fields})
+
+
+def with_windows(block: int = 16, dense: str = "", **fields: Any) -> Any:
+    """Describe the model with a further layer that has a window."""
+    specs = attention(), state(), state(), window(**fields)
+    return describe(vllm_config(), told(*specs), block, dense)
 
 
 # -- what is served ------------------------------------------------------------------------------
@@ -115,6 +132,129 @@ def test_boundaries_may_lie_inside_a_page_of_states() -> None:
     assert describe(shorter, groups, 16).point.every == 32 // 16
 
 
+def test_a_point_has_the_ends_of_windows_behind_the_states() -> None:
+    """The model goes on at the boundary itself, whose states it has."""
+    model = with_windows()
+    assert [group.of for group in model.groups] == ["blocks", "states", "states", "windows"]
+    assert model.shape == described().shape
+    assert model.point.states == described().point.states
+    [found] = model.point.windows
+    assert (found.names, found.before, found.blocks) == (tuple(WINDOW), 99, 7)
+    assert model.point.spare == 0
+    assert model.point.every == STEP // 16
+    assert model.fingerprint != described().fingerprint
+    assert model.fingerprint != with_windows(sliding_window=101).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("dense", "fields", "why"),
+    [
+        (
+            'vllm.windows is "dense"',
+            {},
+            'states beside layers with windows.*but vllm.windows is "dense"',
+        ),
+        ("", {"num_kv_heads": 8}, "different heads"),  # no row has such a layer
+        ("", {"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}, "different heads or dtypes"),
+    ],
+)
+def test_windows_that_no_point_can_keep_are_refused(
+    dense: str, fields: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=why):
+        with_windows(dense=dense, **fields)
+
+
+@pytest.mark.parametrize("kind", ["attention", "latents", "windows", "packed"])
+def test_ranks_that_keep_the_same_heads_store_states_of_their_own(kind: str) -> None:
+    """Stores tell ranks apart by their parts of a block. Of equal parts one is stored."""
+    one = {"num_kv_heads": 1}
+    specs = [attention(**one), state(), state()]
+    if kind == "latents":
+        specs[0] = latents()
+    elif kind == "windows":
+        specs.append(window(**one))
+    elif kind == "packed":
+        specs[0] = latents(cache_dtype_str="fp8_ds_mla", state_content_bytes=656)
+    model = describe(vllm_config(parallel_config__tensor_parallel_size=4), told(*specs), 16)
+    assert len(set(geometry(model).parts)) == model.world_size == 4
+    assert {model.rank_shape(rank).kv_heads for rank in range(4)} == {1}
+
+
+def latents(**fields: Any) -> Any:
+    given: dict[str, Any] = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
+    return MLAAttentionSpec(**{"block_size": STEP, **given, **fields})
+
+
+def test_kimi_linear_keeps_latents_in_blocks_and_its_states_in_points() -> None:
+    """vLLM's kernels for it need a GPU. Each rank has all latents, and its heads of the states."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    for ranks in (1, 2):
+        shapes = MambaStateShapeCalculator.kda_state_shape(ranks, 32, 128)
+        found = state(
+            block_size=2048,
+            shapes=shapes,
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=latents(block_size=2048).page_size_bytes,
+            mamba_type="gdn",
+        )
+        model = describe(
+            vllm_config(parallel_config__tensor_parallel_size=ranks),
+            told(latents(block_size=2048), found, found),
+            16,
+        )
+        row = 2 * 576 * 16 * 2
+        assert (model.rank_shape(0).nbytes, model.point.row_nbytes) == (row, row)
+        assert model.shape.kv_factor == 1
+        assert model.point.every == 2048 // 16
+        state_nbytes = 3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4
+        assert [each.nbytes * ranks for each in model.point.states] == [state_nbytes] * 2
+
+
+SCALED = {"dtype": torch.int8, "kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}
+
+
+def packed(block: int = 16, *more: Any, **changes: Any) -> ModelDescription:
+    """Describe the model with a scale for each token and head."""
+    specs = attention(**SCALED), state(), state(), *more
+    return describe(vllm_config(**changes), told(*specs), block)
+
+
+def test_pages_of_vllms_own_format_are_blocks_beside_states() -> None:
+    model = packed(16, window(**SCALED))
+    assert model.packed is not None
+    assert (model.packed.page_tokens, model.shape.block_tokens) == (STEP, STEP)
+    assert [group.of for group in model.groups] == ["blocks", "states", "states", "windows"]
+    assert model.point is not None
+    assert (model.point.every, model.point.spare) == (1, 0)
+    assert model.point.states == described().point.states
+    [found] = model.point.page_windows
+    assert (found.names, found.pages, found.before) == (tuple(WINDOW), 1, 99)
+    others = packed(), packed(cache_config__prefix_match_unit=STEP)
+    assert {model.fingerprint, described().fingerprint}.isdisjoint(o.fingerprint for o in others)
+    changed = state(shapes=((4, 128),))
+    other = describe(vllm_config(), told(attention(**SCALED), state(), changed), 16)
+    assert other.fingerprint != packed().fingerprint
+
+
+def test_states_inside_a_page_of_vllms_own_format_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"KV quantisation INT8.*every 64 tokens.*prefix_ma"):
+        packed(cache_config__prefix_match_unit=64)
+
+
+def test_states_of_several_shapes_in_one_table_are_refused_by_workers() -> None:
+    """The leader knows one of them. What it plans is refused, and kvcore stands aside."""
+    specs = {STATES[0]: state(), STATES[1]: state(shapes=((4, 128),))}
+    both = UniformTypeKVCacheSpecs(block_size=STEP, kv_cache_specs=specs)
+    with pytest.raises(UnsupportedError, match="states of 2 shapes in one page table"):
+        describe(vllm_config(), told(attention(), both), 16)
+    alike = replace(both, kv_cache_specs={name: state() for name in STATES[:2]})
+    assert describe(vllm_config(), told(attention(), alike), 16).point == (
+        describe(vllm_config(), told(attention(), state()), 16).point
+    )
+
+
 @pytest.mark.parametrize(
     ("groups", "changes", "why"),
     [
@@ -131,9 +271,9 @@ def test_boundaries_may_lie_inside_a_page_of_states() -> None:
             "kv_role='kv_producer'",
         ),
         (
-            told(attention(kind=SlidingWindowSpec, sliding_window=64), state()),
+            told(window(), state()),
             {},
-            "beside layers with windows",
+            "beside layers with windows.*only sliding ones beside full attention",
         ),
         (told(state()), {}, "without attention"),
         (told(attention(), type("Other", (MambaSpec,), {})(**vars(state()))), {}, "type Other"),
@@ -176,9 +316,15 @@ class Rig:
     """A leader of such a model. Pages of KV are 100 and up, those of states as told."""
 
     def __init__(
-        self, host: int = 256, points: PointPolicy | None = None, ahead: int = 0, **settings: Any
+        self,
+        host: int = 256,
+        points: PointPolicy | None = None,
+        ahead: int = 0,
+        model: ModelDescription | None = None,
+        **settings: Any,
     ) -> None:
-        self.model = described()
+        self.model = model or described()
+        assert self.model.point is not None
         self.index = BlockIndex([TierSpec("host", host)])
         self.outbox = Outbox(1)
         self.manager = KVManager(self.index, self.outbox, points=self.model.point)
@@ -425,6 +571,66 @@ def test_nothing_is_saved_at_the_end_of_a_request() -> None:
     rig.request.get_finished_reason = lambda: None
     rig.leader.request_finished(rig.request, rig.pages(([7, 7], [9, 9])))
     assert not rig.leader._plan.early_saves
+
+
+# -- states beside windows -----------------------------------------------------------------------
+
+
+def four(last: list[int], states: tuple[list[int], list[int]] = ([], [])) -> list[list[int]]:
+    """Return page tables of which those of the window are ``last``."""
+    return [[100, 101, 102, 103], *map(list, states), last]
+
+
+def test_a_point_is_saved_with_its_states_and_its_windows() -> None:
+    rig = Rig(model=with_windows(), points=EveryPoint())
+    rig.ask()
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256), pages=four([NULL_PAGE, 200, 201]))
+    kv, one, _, seen = (table.array() for table in graph.units)
+    assert graph.point == 16
+    assert kv[16:].max() < 0
+    states = rig.model.point.state_rows  # type: ignore[union-attr]
+    assert one[16 : 16 + states, 0].tolist() == [7] * states
+    assert one[16 + states :].max() < 0
+    assert seen[: 16 + states].max() < 0
+    assert seen[16 + states :, 0].tolist() == [200 * 8 + 7 - row for row in range(7)]
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+    [load] = rig.load(256, four([NULL_PAGE, 300], ([NULL_PAGE, 5], [NULL_PAGE, 6])))
+    _, one, _, seen = (table.array() for table in load.units)
+    assert (one[one >= 0] == 5).all()
+    assert seen[16 + states :, 0].tolist() == [300 * 8 + 7 - row for row in range(7)]
+
+
+def test_states_are_not_saved_without_the_pages_of_windows_and_are_later() -> None:
+    """Blocks that were not saved with a point are saved with the next one."""
+    rig = Rig(model=with_windows(), points=EveryPoint())
+    rig.ask()
+    gone = four([NULL_PAGE, 201])
+    assert rig.offer((1, 7, 128), (2, 9, 128), pages=gone) == []
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256), pages=gone)
+    assert graph.point == 16
+    rig.end(graph)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        four([NULL_PAGE, NULL_PAGE], ([NULL_PAGE, 5], [NULL_PAGE, 6])),
+        four([NULL_PAGE, 300], ([NULL_PAGE, 5], [NULL_PAGE, NULL_PAGE])),
+    ],
+    ids=["no window", "no state"],
+)
+def test_a_load_that_would_lack_one_of_both_is_told_as_failed(pages: list[list[int]]) -> None:
+    rig = Rig(model=with_windows(), points=EveryPoint())
+    rig.ask()
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256), pages=four([NULL_PAGE, 200]))
+    rig.end(graph)
+    rig.leader._requests.clear()
+    assert rig.ask() == (256, True)
+    assert rig.load(256, pages) == []
+    assert rig.leader._plan.failed_loads == ["r"]
+    assert rig.manager.in_flight == 0
 
 
 # -- the policy of the settings ------------------------------------------------------------------

@@ -6,6 +6,7 @@ variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any
     zeros     a load fills states and windows with zeros
     group     a load leaves out the last group of them, whose pages are those of a new engine
     group N   the same with group N
+    windows   the same with the last group of windows
     earlier   they are saved as those of the boundary before theirs
     fail      a load of a point fails
 """
@@ -38,14 +39,15 @@ def _spoil_loads() -> None:
     def wrong(self: Any, graph: Any, first: int, rows: Sequence[int], places: Any) -> None:
         points, memory, order = self._points, self._point_rows, _order()
         name, _, number = order.partition(" ")
-        if not self._to_device or name not in ("fail", "group", "zeros"):
+        if not self._to_device or name not in ("fail", "group", "windows", "zeros"):
             right(self, graph, first, rows, places)
             return
         if order == "fail":
             raise TransferError("a mistake on purpose")
         spoiled = points
-        if name == "group":
-            left, spoiled = _without_a_group(points, memory, int(number or _last(points)))
+        if name in ("group", "windows"):
+            last = points.windows[-1].group if name == "windows" else _last(points)
+            left, spoiled = _without_a_group(points, memory, int(number or last))
             self._points, self._point_rows = left
         right(self, graph, first, rows, places)
         self._points, self._point_rows = points, memory

@@ -22,7 +22,8 @@ from kvcore.errors import FormatError, LayoutError, TierUnavailable, Unsupported
 from kvcore.manager import Hit
 from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.model.keys import KeyChain, Namespace
-from kvcore.model.points import PointCounts, PointShape, StateGroup, WindowGroup
+from kvcore.model.packed import PackedPages
+from kvcore.model.points import PageWindow, PointCounts, PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server import messages as m
@@ -361,8 +362,20 @@ def test_points_that_cannot_be_are_refused(points: m.Points) -> None:
 
 
 def test_ranks_that_keep_the_same_heads_have_no_room_for_their_rows(folder: Path) -> None:
+    """They keep the same in the last pages of windows, too, or they could not share a part."""
+    packed = PackedPages(BLOCK, (100,))
+    window = PageWindow(1, ("w",), BLOCK, (40,), before=20)
+    shape = packed.shape(BLOCK, 1)
+    alike = ModelDescription(
+        shape,
+        (LayerGroup(0, BLOCK, (0,)), LayerGroup(1, BLOCK, (), of="windows")),
+        b"fingerprint-0001",
+        2,
+        point=PointShape((), shape.nbytes, 1, page_windows=(window,)),
+        packed=packed,
+    )
     with pytest.raises(UnsupportedError, match=r"server\.address.*same heads"):
-        build_leader(settings(folder), model(ranks=2, heads=1), Outbox())
+        build_leader(settings(folder), alike, Outbox())
 
 
 def test_a_chain_that_ends_before_its_point_is_not_loaded(

@@ -313,6 +313,12 @@ def test_rows_that_are_not_of_the_size_of_a_block_of_every_rank_are_refused(
         model(point_of(1, row_nbytes=row_nbytes), ranks, stages=stages)
 
 
+def test_ranks_that_share_a_part_of_a_block_have_no_points_of_their_own() -> None:
+    """A store would keep the states of one of them in the place of all."""
+    with pytest.raises(LayoutError, match="same part of a block"):
+        model(point_of(1, row_nbytes=SHAPE.nbytes // 4), ranks=8)
+
+
 @pytest.mark.parametrize(
     ("groups", "named"),
     [

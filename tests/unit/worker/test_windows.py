@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -72,7 +74,10 @@ class Rig:
             arena_view=KVView(arena.layout(), [arena.tensor()]),
             ops=ops,
             pages=EnginePages(
-                [DeviceGroup((0, 1), views[0], 16), nothing, nothing, nothing],
+                [
+                    DeviceGroup((0, 1), views[0], 16),
+                    *(replace(nothing, page_tokens=group.page_tokens) for group in GROUPS[1:]),
+                ],
                 points=point_copies(POINT, {3: self.pages[3]}, {1: views[1], 2: views[2]}),
             ),
             limits=WorkerLimits(),
@@ -129,7 +134,8 @@ def test_windows_come_back_in_other_pages(
 ) -> None:
     """The engine has ``held`` blocks. Its source tables have no page that the window has left.
 
-    The first ``lost`` rows were saved before, by another save.
+    The first ``lost`` rows were saved before, by another save. The rest of pages becomes zero: it
+    may have been a state, and no number.
     """
     rows, held = POINT.rows(blocks), min(held, blocks - 1)
     lost = min(lost, rows - 1)
@@ -176,21 +182,26 @@ def test_windows_come_back_in_other_pages(
             for token in range(held * BLOCK, TOKENS):
                 tensor[theirs[group][token // size], :, token % size] = -2.0
     rig.pages[3][0][target[0]] = -2.0
-    untouched = rig.tokens(1, theirs[1], range(held * BLOCK))
+    untouched = [rig.tokens(group, theirs[group], range(held * BLOCK)) for group in (0, 1, 2)]
     wanted = Span(held, len(keys))
     graph = build_load(next(rig.ids), Chain.of(keys, b"n" * 16, wanted), places[held:], (),
                        batch_rows=2, point=blocks - held)  # fmt: skip
     pages = PointPages(rows, blocks, {3: target[0]})
     rig.run(graph, PAGING.units(theirs, held, blocks, held * BLOCK, pages))
     assert torch.equal(rig.tokens(0, theirs[0], range(held * BLOCK, blocks * BLOCK)), before[0])
-    for group in (1, 2):
-        span_ = range(max(kept[group], held * BLOCK), blocks * BLOCK)
-        assert torch.equal(rig.tokens(group, theirs[group], span_), before[group])
-        earlier = rig.tokens(
-            group, theirs[group], range(held * BLOCK, max(kept[group], held * BLOCK))
-        )
-        assert (earlier == -2.0).all(), "a token that no window sees was written"
-    assert torch.equal(rig.tokens(1, theirs[1], range(held * BLOCK)), untouched)
+    kept[0] = 0
+    for group in (0, 1, 2):
+        size, first_token = GROUPS[group].page_tokens, max(kept[group], held * BLOCK)
+        stop = blocks * BLOCK
+        found = partial(rig.tokens, group, theirs[group])
+        assert torch.equal(found(range(first_token, stop)), before[group])
+        begin = max(first_token // size * size, held * BLOCK)
+        assert (found(range(held * BLOCK, begin)) == -2.0).all(), "pages that no window sees"
+        assert not found(range(begin, first_token)).any(), "tokens that no window sees"
+        end = -(-stop // size) * size
+        assert not found(range(stop, end)).any(), "tokens behind the boundary"
+        assert (found(range(end, TOKENS)) == -2.0).all(), "pages behind the boundary"
+        assert torch.equal(found(range(held * BLOCK)), untouched[group])
     assert torch.equal(rig.pages[3][0][target[0]], state)
 
 
