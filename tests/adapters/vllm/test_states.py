@@ -122,11 +122,6 @@ def test_boundaries_may_lie_inside_a_page_of_states() -> None:
         (told(attention(), state(mamba_cache_mode="none")), {}, "--enable-prefix-caching"),
         (
             told(attention(), state()),
-            {"parallel_config__pipeline_parallel_size": 2},
-            "pipeline_parallel_size > 1",
-        ),
-        (
-            told(attention(), state()),
             {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")},
             "kv_role='kv_producer'",
         ),
