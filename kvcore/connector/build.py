@@ -89,17 +89,17 @@ def build_leader(
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
     if model.point is not None and config.server.address is not None:
-        rows = model.point.row_nbytes * model.world_size
+        rows = sum(model.rank_shape(rank).nbytes for rank in range(model.world_size))
         if rows > model.shape.nbytes:
             raise UnsupportedError(
                 f"resume points of {model.world_size} ranks behind a server (server.address): "
                 f"their rows take {rows} bytes and a block {model.shape.nbytes}, because ranks "
                 "keep the same heads. Leave the address away: each rank then has host memory"
             )
-    packed = model.packed is not None and model.shape.kv_heads > 1
-    if packed and config.server.address is not None:
+    shares = model.shape.kv_heads * len(model.stages)
+    if model.packed is not None and shares > 1 and config.server.address is not None:
         raise UnsupportedError(
-            f"pages of the engine's own format on {model.shape.kv_heads} ranks behind a server "
+            f"pages of the engine's own format on {shares} ranks behind a server "
             "(server.address): a server cuts blocks by layers first, which they do not have. Leave "
             "the address away: each rank then has host memory"
         )

@@ -118,7 +118,7 @@ class PointMemory:
 def point_copies(
     point: PointShape, states: StatePages, windows: WindowPages, pages: RawPages | None = None
 ) -> PointCopies:
-    """Return what a rank copies of each point.
+    """Return what a rank copies of each point. ``point`` is that of its stage.
 
     Raises LayoutError if the engine's states are not as ``point`` says.
     """
@@ -133,6 +133,8 @@ def point_copies(
 def _window_copies(point: PointShape, pages: WindowPages) -> list[WindowCopy]:
     rows: dict[tuple[int, range], list[int]] = {}
     for row, part in enumerate(point.window_rows, point.state_rows):
+        if not part.layers:
+            continue  # of another stage
         rows.setdefault((part.group, part.layers), []).append(row)
     shapes = {window.group: window.shape for window in point.windows}
     return [

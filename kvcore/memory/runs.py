@@ -56,7 +56,7 @@ NO_PLACE = SlotPlace(0)
 
 @dataclass(frozen=True)
 class PagesInBlock:
-    """Where the pages of some caches lie in a block. See `kvcore.model.packed`.
+    """Where the pages of some caches lie in a rank's part of a block. See `kvcore.model.packed`.
 
     Each cache has ``pages`` pages, one after another: cache ``i`` from byte ``offsets[i]`` on, of
     ``nbytes[i]`` bytes each.
@@ -67,12 +67,14 @@ class PagesInBlock:
     nbytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, packed: PackedPages, block_tokens: int, layers: Sequence[int]) -> PagesInBlock:
-        """Return the places of the caches that ``layers`` number."""
+    def of(
+        cls, packed: PackedPages, block_tokens: int, layers: Sequence[int], first: int = 0
+    ) -> PagesInBlock:
+        """Return the places of the caches that ``layers`` number, in a part from ``first`` on."""
         offsets = packed.offsets(block_tokens)
         return cls(
             block_tokens // packed.page_tokens,
-            tuple(offsets[layer] for layer in layers),
+            tuple(offsets[layer] - offsets[first] for layer in layers),
             tuple(packed.page_nbytes[layer] for layer in layers),
         )
 

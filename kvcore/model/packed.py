@@ -12,7 +12,7 @@ decides the format must be part of the model's fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import lcm
@@ -51,22 +51,31 @@ class PackedPages:
         pages = block_tokens // self.page_tokens
         return (0, *accumulate(pages * nbytes for nbytes in self.page_nbytes))
 
-    def shape(self, block_tokens: int, shares: int) -> BlockShape:
+    def shape(
+        self, block_tokens: int, shares: int, stages: Sequence[tuple[int, int]] = ()
+    ) -> BlockShape:
         """Return the shape of a block that ``shares`` ranks hold, as bytes.
 
         It is nominal: each cache counts as a layer, and each rank's pages as a head of it. All
-        layers are equal in it, so that a block ends with up to a few bytes of filler.
+        layers are equal in it, so that a block ends with a few bytes of filler. ``stages`` are the
+        caches [start, stop) of each pipeline stage, by default all on one. Each stage's part ends
+        with filler, as much as the stage with the largest caches leaves to the others.
         """
         if block_tokens % self.page_tokens:
             raise LayoutError(
                 f"blocks of {block_tokens} tokens with pages of {self.page_tokens}: a block must "
                 "be a whole number of pages"
             )
-        cells = len(self.page_nbytes) * block_tokens
+        offsets = self.offsets(block_tokens)
+        parts = stages or ((0, len(self.page_nbytes)),)
+        width = max(
+            -(-(offsets[stop] - offsets[start]) // ((stop - start) * block_tokens))
+            for start, stop in parts
+        )
         return BlockShape(
             layers=len(self.page_nbytes),
             kv_heads=shares,
-            head_dim=-(-self.offsets(block_tokens)[-1] // cells),
+            head_dim=width,
             block_tokens=block_tokens,
             dtype="uint8",
             kv_factor=1,

@@ -27,12 +27,19 @@ block: ``w2 w1``. Such a row is the same at any boundary, and near the start of 
 fewer.
 
 A point is found by its last row: a row can be in a tier only if all rows before it are.
+
+In a pipeline each stage keeps the part of a point that its own layers have, in rows of its own
+size. Rows are as many as the stage needs that needs most of them:
+
+    stage 0  │  layer 0  │  layer 1  │░░░░░│      rows of one attention layer
+    stage 1  │  layer 2  │░░░░░░░░░░░│░░░░░│      rows of two
+    rows     │    p0     │    p1     │  p2  │
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,6 +58,7 @@ __all__ = [
     "WindowRow",
     "is_point_row",
     "last_point_key",
+    "over_stages",
     "point_keys",
     "without_rows",
 ]
@@ -103,7 +111,8 @@ class StateGroup:
     """Layers whose states share one page table in the engine: a page is one state of each.
 
     ``group`` is the position of the table among the model's groups, ``names`` are the engine's
-    names of the layers, and ``nbytes`` are the bytes of one layer's state on each rank.
+    names of the layers, and ``nbytes`` are the bytes of one layer's state on each rank. A stage of
+    a pipeline may have none of the layers of this group, or of those below.
     """
 
     group: int
@@ -116,7 +125,7 @@ class WindowGroup:
     """Layers with a window that share one page table in the engine.
 
     ``group`` is the position of the table among the model's groups, and ``names`` are the engine's
-    names of the layers. ``shape`` is what one rank keeps of a block of tokens in these layers. A
+    names of the layers. ``shape`` is what one rank keeps of a block of tokens in one of them. A
     token needs the ``before`` tokens before it. A point holds ``spare`` tokens more, so that the
     model may go on that many tokens before the boundary.
     """
@@ -128,7 +137,7 @@ class WindowGroup:
     spare: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.names) != self.shape.layers or self.before < 1 or self.spare < 0:
+        if self.shape.layers != 1 or self.before < 1 or self.spare < 0:
             raise LayoutError(f"not a group of layers with a window: {self}")
 
     @property
@@ -160,9 +169,7 @@ class PageWindow:
 
     def __post_init__(self) -> None:
         sizes = (self.page_tokens, self.before, *self.page_nbytes)
-        if not self.names or len(self.names) != len(self.page_nbytes) or min(sizes) < 1:
-            raise LayoutError(f"not a group of layers with a window: {self}")
-        if self.spare < 0:
+        if len(self.names) != len(self.page_nbytes) or min(sizes) < 1 or self.spare < 0:
             raise LayoutError(f"not a group of layers with a window: {self}")
 
     @property
@@ -180,7 +187,8 @@ class WindowRow(NamedTuple):
     """What one row of a point has of a window: ``layers`` of one block.
 
     ``group`` is the position of the page table, ``distance`` the number of blocks between this one
-    and the boundary, and ``layers`` [start, stop) are positions in the group's names.
+    and the boundary, and ``layers`` [start, stop) are positions in the group's names. They are
+    empty where only other stages of a pipeline have something in the row.
     """
 
     group: int
@@ -255,11 +263,13 @@ class PointCounts(PointRows):
 
 @dataclass(frozen=True)
 class PointShape(PointRows):
-    """The resume points of a model, the same on every rank.
+    """The resume points of a model, or what the ranks of one pipeline stage keep of them.
 
     ``states`` are the groups in the order of their bytes, and ``row_nbytes`` the bytes of a row on
-    one rank. ``windows`` are the groups with a window, and ``page_windows`` those of them whose
-    pages only the engine can read.
+    one rank; of the whole model, they are those of one rank of each stage together. ``windows`` are
+    the groups with a window, and ``page_windows`` those of them whose pages only the engine can
+    read. ``counts`` are the rows of a point if stages share it; by default, those that its own
+    layers need.
     """
 
     states: tuple[StateGroup, ...]
@@ -267,23 +277,32 @@ class PointShape(PointRows):
     every: int
     windows: tuple[WindowGroup, ...] = ()
     page_windows: tuple[PageWindow, ...] = ()
+    counts: PointCounts | None = None
     state_rows: int = field(init=False, repr=False, compare=False)
     window_sizes: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         sizes = [self.row_nbytes, self.every, *(state.nbytes for state in self.states)]
-        named = all(state.names for state in self.states)
-        if not (self.states or self.seen) or min(sizes) < 1 or not named:
+        if not (self.states or self.seen) or min(sizes) < 1:
             raise LayoutError(f"not the shape of a resume point: {self}")
         for window in self.windows:
-            if window.shape.layer_nbytes > self.row_nbytes:
+            if window.names and window.shape.nbytes > self.row_nbytes:
                 raise LayoutError(
-                    f"a layer with a window keeps {window.shape.layer_nbytes} bytes of a block, "
+                    f"a layer with a window keeps {window.shape.nbytes} bytes of a block, "
                     f"more than the {self.row_nbytes} of all layers without one"
                 )
-        counts = tuple((w.blocks, len(self._layers_of_rows(w))) for w in self.windows)
-        object.__setattr__(self, "state_rows", -(-self.run_nbytes // self.row_nbytes))
-        object.__setattr__(self, "window_sizes", counts)
+        state_rows = -(-self.run_nbytes // self.row_nbytes)
+        window_sizes = tuple((w.blocks, len(self._own_rows(w))) for w in self.windows)
+        if (counts := self.counts) is not None:
+            told = (counts.every, *(most for most, _ in counts.window_sizes))
+            fits = told == (self.every, *(most for most, _ in window_sizes))
+            needs = (state_rows, *(rows for _, rows in window_sizes))
+            has = (counts.state_rows, *(rows for _, rows in counts.window_sizes))
+            if not fits or any(a > b for a, b in zip(needs, has, strict=True)):
+                raise LayoutError(f"a resume point in too few rows: {self}")
+            state_rows, window_sizes = counts.state_rows, counts.window_sizes
+        object.__setattr__(self, "state_rows", state_rows)
+        object.__setattr__(self, "window_sizes", window_sizes)
 
     @property
     def spare(self) -> int:
@@ -307,18 +326,16 @@ class PointShape(PointRows):
         """What the rows behind those of the states have, at a boundary far from the start."""
         found = []
         for distance in range(max((window.blocks for window in self.windows), default=0)):
-            for window in self.windows:
-                if distance < window.blocks:
-                    found += [
-                        WindowRow(window.group, distance, layers)
-                        for layers in self._layers_of_rows(window)
-                    ]
+            for window, (most, rows) in zip(self.windows, self.window_sizes, strict=True):
+                if distance < most:
+                    own = self._own_rows(window)
+                    own += [range(0)] * (rows - len(own))
+                    found += [WindowRow(window.group, distance, layers) for layers in own]
         return tuple(found)
 
-    def _layers_of_rows(self, window: WindowGroup) -> list[range]:
+    def _own_rows(self, window: WindowGroup) -> list[range]:
         """Return the layers in each row of one block of a window."""
-        layers = window.shape.layers
-        most = self.row_nbytes // window.shape.layer_nbytes
+        layers, most = len(window.names), max(self.row_nbytes // window.shape.nbytes, 1)
         return [range(start, min(start + most, layers)) for start in range(0, layers, most)]
 
     def pieces(self) -> Iterator[Piece]:
@@ -341,3 +358,47 @@ class PointShape(PointRows):
             for page in range(window.pages):
                 for layer, nbytes in enumerate(window.page_nbytes):
                     yield window.group, layer, page, nbytes
+
+
+def over_stages(
+    point: PointShape, names: Sequence[Collection[str]], row_nbytes: Sequence[int]
+) -> tuple[PointShape, tuple[PointShape, ...]]:
+    """Return the resume points of a model, and the part of them that each pipeline stage keeps.
+
+    ``names`` are the engine's names of the layers of each stage, and ``row_nbytes`` the bytes of a
+    row on each of its ranks. All have equally many rows. Raises LayoutError if a stage's rows are
+    too small for one of its layers with a window.
+    """
+    parts = [_part(point, own, nbytes) for own, nbytes in zip(names, row_nbytes, strict=True)]
+    rows = zip(*(part.window_sizes for part in parts), strict=True)
+    counts = PointCounts(
+        point.every,
+        max(part.state_rows for part in parts),
+        tuple((of_stages[0][0], max(count for _, count in of_stages)) for of_stages in rows),
+    )
+    whole = replace(point, row_nbytes=sum(row_nbytes), counts=counts)
+    return whole, tuple(replace(part, counts=counts) for part in parts)
+
+
+def _part(point: PointShape, own: Collection[str], row_nbytes: int) -> PointShape:
+    """Return what the layers ``own`` have of a point, in as many rows as they need."""
+    pages = []
+    for window in point.page_windows:
+        kept = [
+            (name, nbytes)
+            for name, nbytes in zip(window.names, window.page_nbytes, strict=True)
+            if name in own
+        ]
+        names, sizes = [name for name, _ in kept], [nbytes for _, nbytes in kept]
+        pages.append(replace(window, names=tuple(names), page_nbytes=tuple(sizes)))
+    return PointShape(
+        tuple(replace(group, names=_of(group.names, own)) for group in point.states),
+        row_nbytes,
+        point.every,
+        tuple(replace(group, names=_of(group.names, own)) for group in point.windows),
+        tuple(pages),
+    )
+
+
+def _of(names: Sequence[str], own: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in own)

@@ -6,6 +6,7 @@ shape of blocks and the number of slots without a handshake.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -13,7 +14,7 @@ from typing import Literal
 from kvcore.errors import LayoutError
 from kvcore.model.packed import PackedPages
 from kvcore.model.parts import Part, evenly
-from kvcore.model.points import PointShape
+from kvcore.model.points import PageWindow, PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 
 __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
@@ -61,6 +62,14 @@ class LayerGroup:
         )
 
 
+def _states(point: PointShape) -> Sequence[StateGroup]:
+    return point.states
+
+
+def _seen(point: PointShape) -> Sequence[WindowGroup | PageWindow]:
+    return point.seen
+
+
 @dataclass(frozen=True)
 class ModelDescription:
     """One model. ``shape`` is its whole canonical block; a rank holds ``part(rank)`` of it.
@@ -69,6 +78,7 @@ class ModelDescription:
     ``world_size`` is the number of ranks. ``stages`` are the layers [start, stop) of each pipeline
     stage, by default one stage with all layers. The tensor-parallel ranks of a stage are
     consecutive. ``point`` is what a resume point has; None if blocks are all that the model keeps.
+    ``stage_points`` are the parts of it that each stage keeps, by default all on one stage.
     ``packed`` are the pages of a format that only the engine knows; ``shape`` is then nominal.
     """
 
@@ -79,6 +89,7 @@ class ModelDescription:
     stages: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     alone: tuple[str, ...] = field(default=(), kw_only=True)
     point: PointShape | None = field(default=None, kw_only=True)
+    stage_points: tuple[PointShape, ...] = field(default=(), kw_only=True)
     packed: PackedPages | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -93,44 +104,56 @@ class ModelDescription:
                 f"must split {self.shape.layers} layers in order and have equally many ranks"
             )
         if self.point is not None:
+            if not self.stage_points:
+                object.__setattr__(self, "stage_points", (self.point,))
             self._check_point(self.point)
         if self.packed is not None:
             self._check_packed(self.packed)
 
     def _check_packed(self, packed: PackedPages) -> None:
         shape, point = self.shape, self.point
-        nominal = packed.shape(shape.block_tokens, shape.kv_heads) == shape
+        nominal = packed.shape(shape.block_tokens, shape.kv_heads, self.stages) == shape
         sizes = {group.page_tokens for group in self.groups if group.of == "blocks"}
         paged = (group.page_tokens for group in self.groups if group.of != "states")
         whole = all(shape.block_tokens % tokens == 0 for tokens in paged)
         others = point is not None and bool(point.windows)
         fits = nominal and whole and sizes == {packed.page_tokens}
-        if not fits or others or len(self.stages) > 1:
+        if not fits or others:
             raise LayoutError(
                 f"{packed} for blocks of {shape} in pages of {sorted(sizes)} tokens: kvcore serves "
-                "pages of the engine's own format in one size, without pipeline stages, and beside "
-                "states, and windows of the same format, only"
+                "pages of the engine's own format in one size, and beside states, and windows of "
+                "the same format, only"
             )
 
     def _check_point(self, point: PointShape) -> None:
-        sizes = {self.rank_shape(rank).nbytes for rank in range(self.world_size)}
-        if sizes != {point.row_nbytes}:
-            raise LayoutError(
-                f"resume points in rows of {point.row_nbytes} bytes, and blocks of {sorted(sizes)} "
-                "bytes on a rank: kvcore serves them on ranks with equal parts of a block"
-            )
+        parts = self.stage_points
+        if len(parts) != len(self.stages):
+            raise LayoutError(f"resume points of {len(parts)} of {len(self.stages)} stages")
+        for rank in range(self.world_size):
+            given, row = self.rank_shape(rank).nbytes, parts[rank // self.tensor_ranks].row_nbytes
+            if given != row:
+                raise LayoutError(
+                    f"resume points in rows of {row} bytes, and blocks of {given} bytes on rank "
+                    f"{rank}: kvcore serves them on ranks with equal parts of a block"
+                )
         own = bool(point.states or point.windows)
         if own and len(set(map(self.part, range(self.world_size)))) < self.world_size:
             raise LayoutError(
                 f"resume points of {self.world_size} ranks, some of which have the same part of a "
                 "block: each has states or windows of its own, and stores tell ranks apart by it"
             )
-        for name, parts in (("states", point.states), ("windows", point.seen)):
-            groups = {part.group for part in parts}
-            if groups != {i for i, group in enumerate(self.groups) if group.of == name}:
-                raise LayoutError(
-                    f"resume points of {name} of groups {sorted(groups)} of {self.groups}"
-                )
+        if any(part.counts != point.counts or part.every != point.every for part in parts):
+            raise LayoutError("the stages of a pipeline keep resume points in unlike rows")
+        for name, of_kind in (("states", _states), ("windows", _seen)):
+            told = {i for i, group in enumerate(self.groups) if group.of == name}
+            found = {part.group: sorted(part.names) for part in of_kind(point)}
+            split: dict[int, list[str]] = {group: [] for group in found}
+            for part in parts:
+                for own in of_kind(part):
+                    split.setdefault(own.group, []).extend(own.names)
+            kept = {group: sorted(names) for group, names in split.items()}
+            if found.keys() != told or kept != found or not all(found.values()):
+                raise LayoutError(f"resume points of {name} {kept} of {found} in {self.groups}")
 
     @property
     def single_group(self) -> bool:
@@ -157,6 +180,10 @@ class ModelDescription:
     def rank_shape(self, rank: int) -> BlockShape:
         """Return the canonical block of one rank's heads and layers."""
         return self.part(rank).shape(self.shape)
+
+    def rank_point(self, rank: int) -> PointShape | None:
+        """Return what ``rank`` keeps of a resume point; None if the model keeps blocks only."""
+        return self.stage_points[rank // self.tensor_ranks] if self.stage_points else None
 
     def rank_groups(self, rank: int) -> tuple[LayerGroup, ...]:
         """Return the groups restricted to one rank's layers; a group may be empty there."""

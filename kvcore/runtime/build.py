@@ -444,8 +444,8 @@ def build_worker(
     device = views[0].tensors[0].device
     own = served is None
     points = NO_POINTS
-    if model.point is not None:
-        points = point_copies(model.point, states or {}, windows or {}, pages)
+    if (point := model.rank_point(rank)) is not None:
+        points = point_copies(point, states or {}, windows or {}, pages)
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
@@ -545,13 +545,13 @@ def _groups(model: ModelDescription, rank: int, views: Sequence[KVView]) -> list
     """Return the model's groups on a rank, in the order of a graph's tables."""
     groups, nothing = model.rank_groups(rank), views[0].select_layers(())
     given = dict(zip([group.index for group in groups if group.layers], views, strict=True))
-    packed, block = model.packed, model.shape.block_tokens
+    packed, block, first = model.packed, model.shape.block_tokens, model.layer_range(rank)[0]
     return [
         DeviceGroup(
             group.layers,
             given.get(group.index, nothing),
             group.page_tokens,
-            PagesInBlock.of(packed, block, group.layers) if packed is not None else None,
+            PagesInBlock.of(packed, block, group.layers, first) if packed is not None else None,
         )
         for group in groups
     ]

@@ -125,7 +125,8 @@ class ServedWorker(KVWorker):
         self._folder = folder_of(served.server)
         self._shape = model.shape
         self._part = model.part(rank)
-        self._points_at = 0 if model.point is None else rank * model.point.row_nbytes
+        before = sum(model.rank_shape(other).nbytes for other in range(rank))
+        self._points_at = 0 if model.point is None else before
         pin = self.device if served.host.pin and self.device.queues else None
         self._arenas = MappedArenas(self._folder, model, pin)
         self._held: SessionLock | None = None

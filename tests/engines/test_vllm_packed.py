@@ -27,6 +27,7 @@ from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import words
 from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
+from kvcore_vllm.testing.conformance import STAGED
 from kvcore_vllm.testing.rig import V2
 from support.environments import kinds_of
 
@@ -51,6 +52,8 @@ KINDS = {
     "sides": Kind(True, SMALL),
     "sides-v2": Kind(True, SMALL, V2),
     "sides-ranks": Kind(True, {**SMALL, "tensor_parallel_size": 2}),
+    # One stage has two layers, the other one: what a rank keeps of a block differs.
+    "sides-stages": Kind(True, {**SMALL, **STAGED, "pipeline_parallel_size": 2}),
     "sides-0.30": Kind(True, SMALL, python="vllm-0.30"),
     "sides-0.33": Kind(True, SMALL, python="vllm-0.33"),
     # The draft has heads of its own, fewer than the model's.
@@ -196,13 +199,13 @@ def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path:
 
 @pytest.mark.exhaustive
 def test_a_server_and_a_store_give_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> None:
-    """On two ranks that have parts of their own, kvcore stands aside behind a server."""
+    """On ranks that have parts of their own, kvcore stands aside behind a server."""
     options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
     far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
     disk = {"path": str(tmp_path / "disk"), "capacity": "256MiB"}
     config = server_settings(tmp_path / "kv", disk=disk, host={"capacity": "64MiB"})
     address = {"server": config.server.model_dump(mode="json")}
-    apart = kind.args.get("tensor_parallel_size", 1) > 1
+    apart = {"tensor_parallel_size", "pipeline_parallel_size"} & kind.args.keys()
     asked = [prompt(80), prompt(81, 200)]
     for tier, settings, place in (("far", far, "far"), ("disk", address, "served")):
         for turn in range(2):

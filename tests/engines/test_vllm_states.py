@@ -29,6 +29,7 @@ from kvcore.harness.models import tiny_deepseek_v4, tiny_model, tiny_mtp
 from kvcore.harness.prompts import words
 from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
+from kvcore_vllm.testing.conformance import STAGED
 from kvcore_vllm.testing.rig import V1_INTERPRETED, V2
 from support.environments import kinds_of
 
@@ -54,6 +55,12 @@ class Kind(NamedTuple):
     python: str = ""
 
 
+def both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of both, with the settings of compilation of both."""
+    name = "compilation_config"
+    return {**one, **other, name: {**one.get(name, {}), **other.get(name, {})}}
+
+
 # vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
 LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 WINDOWS = ("gpt_oss", "gemma3", "gemma4", "deepseek_v4")
@@ -66,9 +73,12 @@ QWEN = {"dtype": "bfloat16", "block_size": 384}
 # Drafts by n-gram end vLLM's CPU build itself, at a step that has none beside one that has some.
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 V4 = {"dtype": "bfloat16", "max_model_len": 4096}
+# A stage of LFM2 has one layer of attention and two of states, and the other two and one.
+STAGES = {**STAGED, "pipeline_parallel_size": 2}
 KINDS = {
     "lfm2": Kind("lfm2", 128, LFM2),
     "lfm2-ranks": Kind("lfm2", 128, {**LFM2, "tensor_parallel_size": 2}),
+    "lfm2-stages": Kind("lfm2", 128, both(LFM2, STAGES)),
     "lfm2-tails": Kind("lfm2", 64, {**LFM2, "block_size": 256, "prefix_match_unit": 64}),
     "lfm2-windows": Kind("lfm2", 128, LFM2, WINDOWED),
     "lfm2-windows-v2": Kind("lfm2", 128, LFM2, {**WINDOWED, **V2}),
@@ -91,10 +101,15 @@ KINDS = {
     "gpt_oss-v2": Kind("gpt_oss", 128, {}, V2),
     "gpt_oss-0.33": Kind("gpt_oss", 128, {}, python="vllm-0.33"),
     "gemma3-ranks": Kind("gemma3", 128, {"tensor_parallel_size": 2}),
+    "gpt_oss-stages": Kind("gpt_oss", 128, STAGES),
+    "gpt_oss-stages-v2": Kind("gpt_oss", 128, STAGES, V2),
+    "gpt_oss-stages-0.33": Kind("gpt_oss", 128, STAGES, python="vllm-0.33"),
+    "gemma4-stages": Kind("gemma4", 128, {**STAGES, "max_num_batched_tokens": 256}),
     "gemma4": Kind("gemma4", 128, {"max_num_batched_tokens": 256}),
     "gemma4-ranks": Kind("gemma4", 128, {"tensor_parallel_size": 2}),
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
+ONES = ("lfm2-windows", "lfm2-stages", "gpt_oss", "gpt_oss-stages")
 DAILY = ("lfm2-windows", "gemma4", "deepseek_v4")
 """Groups of states, of windows and of attention; windows of unlike heads; pages of vLLM's own."""
 
@@ -408,8 +423,26 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
 
 
 def only_one(kind: Kind) -> None:
-    if kind not in (KINDS["lfm2-windows"], KINDS["gpt_oss"]):
+    if kind not in [KINDS[name] for name in ONES]:
         pytest.skip("one kind with states and one with windows are enough")
+
+
+def test_stages_keep_what_their_own_layers_have(tmp_path: Path) -> None:
+    """One stage has more attention, the other more states. Each part of a point is needed."""
+    kind = KINDS["lfm2-stages"]
+    asked = [prompt(100, 300)]
+    with started(kind, tmp_path) as process:
+        served = Served(process, kind, tmp_path / "spoil")
+        cold = served.ask(asked, "stages")
+        settle_and_empty(process)
+        warm = served.ask(asked, "stages")
+        assert_same(served, warm, cold)
+        assert [answer.tiers for answer in warm] == [served.told("host", asked[0])]
+        settle_and_empty(process)
+        with served.mistake("stage"):
+            spoiled = served.ask(asked, "stages")
+        assert spoiled[0].reused_tokens == served.resumed(asked[0])
+        assert logprobs(spoiled) != pytest.approx(logprobs(cold), abs=AS_NEAR)
 
 
 @pytest.mark.exhaustive

@@ -213,12 +213,12 @@ def build_worker_connector(
         views = [group_view(vllm_config, kv_caches, group, shape) for group in groups]
         _verify(config, vllm_config, groups, views, shape)
     states, windows, pages = None, {}, {}
-    if model.point is not None:
-        states = {s.group: [kv_caches[name] for name in s.names] for s in model.point.states}
-        windows = _windows(config, vllm_config, model.groups, model.point, kv_caches)
+    if (point := model.rank_point(rank)) is not None:
+        states = {s.group: [kv_caches[name] for name in s.names] for s in point.states}
+        windows = _windows(config, vllm_config, model.groups, point, kv_caches)
         pages = {
             window.group: raw_pages(kv_caches, window.names, window.page_nbytes, num_blocks)
-            for window in model.point.page_windows
+            for window in point.page_windows
         }
     parts = build_worker(config, model, rank, views, states, windows, pages)
     worker = WorkerConnector(
@@ -241,9 +241,11 @@ def _windows(
     point: PointShape,
     kv_caches: dict[str, torch.Tensor],
 ) -> dict[int, KVView]:
-    """Return the verified pages of each group of layers with a window."""
+    """Return the verified pages of each group of layers with a window on this rank."""
     found = {}
     for window in point.windows:
+        if not window.names:
+            continue
         group = replace(groups[window.group], names=window.names)
         view = group_view(vllm_config, kv_caches, group, window.shape)
         _verify(config, vllm_config, [group], [view], window.shape)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -48,6 +49,7 @@ from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.leader import Leader
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
+from kvcore_vllm.stages import Stages, gather
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.weights import watch_weights
 from kvcore_vllm.worker import WorkerConnector
@@ -106,7 +108,10 @@ _AT_START = (ConfigError,)
         "get_finished": Neutral(lambda: (None, set())),
         "get_block_ids_with_load_errors": Neutral(set),
         "build_connector_worker_meta": _NOTHING,
+        "get_handshake_metadata": _NOTHING,
         # the scheduler's role
+        "set_xfer_handshake_metadata": Neutral(lambda: None, _AT_START),
+        "set_xfer_handshake_metadata_pp_aware": Neutral(lambda: None, _AT_START),
         "bind_gpu_block_pool": _NOTHING,
         "get_num_new_matched_tokens": Neutral(lambda: (0, False)),
         "update_state_after_alloc": _NOTHING,
@@ -129,7 +134,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Tiered KV offload for vLLM.
 
     Settings come from ``kv_connector_extra_config``, the environment and the file that
-    ``KVCORE_CONFIG`` names. vLLM documents when it calls each method.
+    ``KVCORE_CONFIG`` names. vLLM documents when it calls each method. In a pipeline, the connector
+    of the scheduler serves nothing until `set_xfer_handshake_metadata` tells it of all stages.
     """
 
     def __init__(
@@ -149,9 +155,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._layerwise = False
         self._hooked = False  # plugins watch the model's attention
         self._config = Config()
+        self._stages: Stages | None = None  # if there are several, and this rank knows of them
+        self._pool: BlockPool | None = None  # vLLM's, if the leader is still to come
+        self._awaits_stages = False
         try:
             self._start(role)
-        except ConfigError:
+        except (ConfigError, EngineMustEnd):
             raise
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._model = None
@@ -161,6 +170,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Read the settings and the model, and build the leader. Raises for wrong settings."""
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
+        if role is KVConnectorRole.WORKER:  # a collective: first of all, whatever fails later
+            self._stages = gather(self._vllm_config, self._kv_cache_config)
         self._config = load_config(
             overrides=dict(transfer.kv_connector_extra_config),
             overrides_from="kv_connector_extra_config",
@@ -169,9 +180,18 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        self._model = self._describe()
+        if role is KVConnectorRole.WORKER:
+            self._model = self._describe()
+        elif self._vllm_config.parallel_config.pipeline_parallel_size > 1:
+            self._awaits_stages = True
+        else:
+            self._lead()
         self._layerwise = loads_layerwise(self._config, self._vllm_config, self._model)
-        if self._model is not None and role is KVConnectorRole.SCHEDULER:
+
+    def _lead(self) -> None:
+        """Describe the model, and build the leader. Raises ConfigError for wrong settings."""
+        self._model = self._describe()
+        if self._model is not None:
             attempt("the check of vLLM's release", tell_untried, None)
             self._scheduler = self._build_scheduler(self._model)
 
@@ -247,13 +267,19 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return None
 
     def _describe(self) -> ModelDescription | None:
+        """Describe the model, with the layers of all stages; None if it is not served."""
         try:
             self._check_sleep()
+            caches = self._kv_cache_config
+            if self._stages is not None:
+                leads = self.role is KVConnectorRole.SCHEDULER
+                caches = self._stages.of_leader() if leads else self._stages.whole()
             model = describe(
                 self._vllm_config,
-                self._kv_cache_config,
+                caches,
                 self._config.block.tokens,
                 dense_windows(self._vllm_config, self._config),
+                self._stages.names if self._stages is not None else (),
             )
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
             self._stand_aside(error)
@@ -440,9 +466,39 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.take_report() if self._worker is not None else None
         return None if report is None else KVCoreWorkerMetadata([report])
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return the caches of all stages; None without a pipeline.
+
+        Every rank knows them. The first one tells the leader, and others nothing, because some
+        connectors that vLLM may have beside this one take no word of later stages.
+        """
+        parallel = self._vllm_config.parallel_config
+        return self._stages if parallel.rank % parallel.world_size == 0 else None
+
     # -- scheduler --------------------------------------------------------------------------
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Build the leader, with what a rank knows of all stages. vLLM calls it at its start."""
+        told = [found for found in metadata.values() if isinstance(found, Stages)]
+        if not self._awaits_stages or not told:
+            return
+        self._awaits_stages, self._stages = False, told[0]
+        self._lead()
+        if self._scheduler is not None and self._pool is not None:
+            self._scheduler.watch(self._pool)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Do as `set_xfer_handshake_metadata_pp_aware` with what ranks of the first stage told."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): told for rank, told in metadata.items()}
+        )
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.watch(gpu_block_pool)
 
@@ -450,12 +506,24 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
+            self._miss_stages()
             return 0, False
         self._offered.pop(request.request_id, None)
         offer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         if offer[0]:
             self._offered[request.request_id] = num_computed_tokens, not offer[1]
         return offer
+
+    def _miss_stages(self) -> None:
+        """Say once, at the first request, that nobody has told the leader of the stages."""
+        if self._awaits_stages:
+            self._awaits_stages = False
+            self._stand_aside(
+                UnsupportedError(
+                    "pipeline stages of which no rank told the scheduler: kvcore serves them where "
+                    "it is vLLM's only connector, or the first one that has something to tell"
+                )
+            )
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

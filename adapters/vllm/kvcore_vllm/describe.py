@@ -1,15 +1,16 @@
 """The description of a model that vLLM serves, and the checks that kvcore can serve it.
 
 The connector's scheduler and workers derive the same description from the same configs. They
-therefore agree on the canonical layer order, the block shape and the slots without a handshake.
+therefore agree on the canonical layer order, the block shape and the slots without a handshake. In
+a pipeline both first learn of all stages (`kvcore_vllm.stages`).
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.points import PointShape, StateGroup, WindowGroup
+from kvcore.model.points import PointShape, StateGroup, WindowGroup, over_stages
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.engine import verdict
@@ -67,17 +68,20 @@ def describe(
     kv_cache_config: KVCacheConfig,
     block_tokens: int,
     dense_windows: str = "",
+    stages: Sequence[Collection[str]] = (),
 ) -> ModelDescription:
     """Return the description of the model. Raises UnsupportedError if kvcore cannot serve it.
 
     ``block_tokens`` is the size wanted of a block. A model with states gets its largest divisor
     with which blocks end where vLLM has states to save. ``dense_windows`` is why blocks keep the
     KV of layers with windows too. If it is empty, resume points keep the ends of the windows.
+    ``stages`` are the names of the layers of each pipeline stage, of which ``kv_cache_config`` has
+    all; empty for one stage.
     """
-    _check_parallelism(vllm_config)
+    _check_parallelism(vllm_config, len(stages))
     _check_speculation(vllm_config)
     states = state_specs(kv_cache_config)
-    windows, dense = _window_groups(kv_cache_config, dense_windows)
+    windows, dense = _window_groups(kv_cache_config, dense_windows, stages)
     step = 0
     if states:
         _check_states(vllm_config, states)
@@ -86,12 +90,10 @@ def describe(
     order = _layer_order(kv_cache_config, windows)
     if why := why_packed(vllm_config, kv_cache_config, order):
         return _describe_packed(
-            vllm_config, kv_cache_config, block_tokens, dense_windows, why, states, step
+            vllm_config, kv_cache_config, block_tokens, dense_windows, stages, why, states, step
         )
-    stages = _stages(vllm_config)
+    layers = _layers_of_stages(order, stages)
     groups = _groups(kv_cache_config, windows, order)
-    if stages:
-        groups = (_whole_group(groups, stages),)
     specs = _served_specs(kv_cache_config, windows)
     if not states:
         _check_page_writers(kv_cache_config)
@@ -123,21 +125,44 @@ def describe(
         dtype=_dtype_of(spec),
     )
     window_specs = [first_specs(kv_cache_config)[index] for index in windows]
-    identity = model_identity(vllm_config, specs, states, window_specs)
-    ranks = tp * max(len(stages), 1)
+    identity = model_identity(vllm_config, specs, states, window_specs, stages)
     plain = ModelDescription(
-        shape, groups, identity.fingerprint, ranks, stages=stages, alone=identity.alone
+        shape,
+        groups,
+        identity.fingerprint,
+        tp * max(len(stages), 1),
+        stages=layers,
+        alone=identity.alone,
     )
     if not states and not windows:
         return plain
-    every = step // block_tokens if states else 1
-    point = PointShape(
-        _state_groups(kv_cache_config, plain),
-        plain.rank_shape(0).nbytes,
-        every,
-        tuple(_window_group(vllm_config, kv_cache_config, i, block_tokens) for i in windows),
+    return _with_points(
+        plain,
+        PointShape(
+            _state_groups(kv_cache_config, plain),
+            sum(_rows_of_stages(plain)),
+            step // block_tokens if states else 1,
+            tuple(_window_group(vllm_config, kv_cache_config, i, block_tokens) for i in windows),
+        ),
+        stages,
     )
-    return replace(plain, point=point)
+
+
+def _rows_of_stages(model: ModelDescription) -> list[int]:
+    """Return the bytes of a row on a rank of each stage."""
+    return [
+        model.rank_shape(rank).nbytes for rank in range(0, model.world_size, model.tensor_ranks)
+    ]
+
+
+def _with_points(
+    model: ModelDescription, point: PointShape, stages: Sequence[Collection[str]]
+) -> ModelDescription:
+    """Return ``model`` with resume points, of which each stage keeps the part of its layers."""
+    if not stages:
+        return replace(model, point=point)
+    whole, parts = over_stages(point, stages, _rows_of_stages(model))
+    return replace(model, point=whole, stage_points=parts)
 
 
 def _describe_packed(
@@ -145,6 +170,7 @@ def _describe_packed(
     kv_cache_config: KVCacheConfig,
     block_tokens: int,
     dense: str,
+    stages: Sequence[Collection[str]],
     why: str,
     states: Sequence[MambaSpec],
     step: int,
@@ -165,11 +191,13 @@ def _describe_packed(
     spare = _spare(vllm_config, kv_cache_config)
     seen = [page_window(vllm_config, kv_cache_config, index, spare) for index in windows]
     specs, ranks = first_specs(kv_cache_config), vllm_config.parallel_config.tensor_parallel_size
+    layers = _layers_of_stages(order, stages)
     identity = model_identity(
         vllm_config,
         [s for i, s in enumerate(specs) if i not in windows and type(s) is not MambaSpec],
         states,
-        packed=packed_identity(vllm_config, kv_cache_config, packed, names, seen),
+        stages=stages,
+        packed=packed_identity(vllm_config, kv_cache_config, packed, names, seen, stages),
     )
     block_tokens = packed.block_tokens(block_tokens, [window.page_tokens for window in seen])
     if step % block_tokens:
@@ -181,10 +209,11 @@ def _describe_packed(
     _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
     shares = 1 if not states and all_latents(specs) else ranks
     plain = ModelDescription(
-        packed.shape(block_tokens, shares),
+        packed.shape(block_tokens, shares, layers),
         _groups(kv_cache_config, windows, order),
         identity.fingerprint,
-        ranks,
+        ranks * max(len(stages), 1),
+        stages=layers,
         alone=identity.alone,
         packed=packed,
     )
@@ -192,11 +221,11 @@ def _describe_packed(
         return plain
     point = PointShape(
         _state_groups(kv_cache_config, plain),
-        plain.rank_shape(0).nbytes,
+        sum(_rows_of_stages(plain)),
         max(step // block_tokens, 1),
         page_windows=tuple(seen),
     )
-    return replace(plain, point=point)
+    return _with_points(plain, point, stages)
 
 
 def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
@@ -215,14 +244,14 @@ def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
     transfer = vllm_config.kv_transfer_config
     if config.vllm.windows == "dense":
         return 'vllm.windows is "dense"'
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "the model runs in pipeline stages"
     if transfer is not None and transfer.kv_role != "kv_both":
         return f"kv_role is {transfer.kv_role!r}"
     return ""
 
 
-def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[tuple[int, ...], str]:
+def _window_groups(
+    kv_cache_config: KVCacheConfig, dense: str, stages: Sequence[Collection[str]]
+) -> tuple[tuple[int, ...], str]:
     """Return the groups whose layers have a window that resume points are to keep.
 
     If there are none, the text says why. It is so if every layer with KV has a window, because
@@ -234,10 +263,16 @@ def _window_groups(kv_cache_config: KVCacheConfig, dense: str) -> tuple[tuple[in
     others = [i for i in with_kv if i not in found]
     if not found or {type(specs[i]) for i in others} != {FullAttentionSpec}:
         return (), "only sliding ones beside full attention"
-    most = sum(len(groups[i].layer_names) * _token_nbytes(specs[i]) for i in others)
     largest = max(_token_nbytes(specs[i]) for i in found)
-    if not dense and largest > most:
-        dense = f"one of their layers keeps {largest} bytes a token, all others together {most}"
+    nbytes = {name: _token_nbytes(specs[i]) for i in others for name in groups[i].layer_names}
+    for own in stages or [nbytes]:
+        most = sum(nbytes[name] for name in nbytes if name in own)
+        if not dense and largest > most:
+            of_stage = " of a pipeline stage" if stages else ""
+            dense = (
+                f"one of their layers keeps {largest} bytes a token, all others{of_stage} "
+                f"together {most}"
+            )
     kinds = {_type_of(specs[i]) for i in with_kv}
     if not dense and len(kinds) > 1:  # the namespace names one type and its scales
         dense = f"their KV is of another type: {sorted(kinds)}"
@@ -266,7 +301,7 @@ def _window_group(
     spec, names = leaf_specs(group)[0], tuple(sorted(group.layer_names, key=_order))
     assert isinstance(spec, SlidingWindowSpec)
     shape = BlockShape(
-        layers=len(names),
+        layers=1,
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_size,
         v_head_dim=spec.head_size_v,
@@ -312,10 +347,6 @@ def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
             "vLLM's default with prefix caching (--enable-prefix-caching), and its only such mode "
             "from 0.32 on"
         )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            "states of layers with pipeline_parallel_size > 1: use 1, or tensor parallelism"
-        )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_role != "kv_both":
         raise UnsupportedError(
@@ -324,8 +355,13 @@ def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
         )
 
 
-def _check_parallelism(vllm_config: VllmConfig) -> None:
+def _check_parallelism(vllm_config: VllmConfig, stages: int) -> None:
     parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size != max(stages, 1):
+        raise UnsupportedError(
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}, and the layers of {stages} "
+            "stages: kvcore serves stages of which it knows all"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -390,44 +426,23 @@ def _check_page_writers(kv_cache_config: KVCacheConfig) -> None:
         )
 
 
-def _stages(vllm_config: VllmConfig) -> tuple[tuple[int, int], ...]:
-    """Return the layers [start, stop) of each pipeline stage, as vLLM splits them.
+def _layers_of_stages(
+    order: Sequence[_Place], stages: Sequence[Collection[str]]
+) -> tuple[tuple[int, int], ...]:
+    """Return the layers of blocks [start, stop) of each pipeline stage; empty for one stage.
 
-    Empty without pipeline parallelism: then all layers are on every rank.
+    Raises UnsupportedError unless stages divide the layers of blocks in their order, some to each.
     """
-    from vllm.distributed.utils import get_pp_indices
-
-    size = vllm_config.parallel_config.pipeline_parallel_size
-    if size == 1:
-        return ()
-    layers = vllm_config.model_config.get_total_num_hidden_layers()
-    return tuple(get_pp_indices(layers, stage, size) for stage in range(size))
-
-
-def _whole_group(groups: Sequence[LayerGroup], stages: Sequence[tuple[int, int]]) -> LayerGroup:
-    """Return the group of all stages' layers, derived from the layers of this stage.
-
-    vLLM gives a rank the layers of its own stage, and the scheduler those of the first stage.
-    Raises UnsupportedError unless every layer of this stage has one cache, in one group, under a
-    name that differs by the layer's number only: otherwise the other stages' layers are unknown.
-    """
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    [group, *others] = groups
-    found = [(extract_layer_index(name), name) for name in group.names]
-    start = found[0][0] if found else 0
-    pattern = re.sub(r"\b\d+\b", "{}", found[0][1], count=1) if found else ""
-    layers = range(start, start + len(found))
-    regular = found == [(layer, pattern.format(layer)) for layer in layers]
-    if others or not regular or (layers.start, layers.stop) not in stages:
+    of = {name: stage for stage, names in enumerate(stages) for name in names}
+    held = [of[name] for *_, name in order if stages]
+    counts = [held.count(stage) for stage in range(len(stages))]
+    if held != sorted(held) or 0 in counts:
         raise UnsupportedError(
-            f"pipeline_parallel_size={len(stages)} with layers {[name for _, name in found]} in "
-            f"{len(groups)} groups on a rank; kvcore serves stages in which every layer has a "
-            "cache of the same kind"
+            f"pipeline_parallel_size={len(stages)} with {counts} layers on its stages whose KV is "
+            "kept in blocks: kvcore serves stages that each have some, in order. Use fewer stages, "
+            "or tensor parallelism"
         )
-    everything = tuple(range(stages[-1][1]))
-    names = tuple(pattern.format(layer) for layer in everything)
-    return replace(group, layers=everything, names=names)
+    return tuple(pairwise(accumulate(counts, initial=0)))
 
 
 def _dtype_of(spec: AttentionSpec) -> str:

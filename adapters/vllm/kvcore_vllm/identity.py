@@ -11,7 +11,7 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +76,14 @@ def model_identity(
     specs: list[AttentionSpec],
     states: Sequence[Any] = (),
     windows: Sequence[Any] = (),
+    stages: Sequence[Collection[str]] = (),
     packed: object | None = None,
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
     ``states`` are the specs of the caches of its states, one a group, and ``windows`` those of its
-    windows, if resume points keep them. ``packed`` is the `packed_identity` of pages that are
+    windows, if resume points keep them. ``stages`` are the names of the layers of each pipeline
+    stage, if there are several. ``packed`` is the `packed_identity` of pages that are
     stored as they are. Raises UnsupportedError if the weights cannot be read.
     """
     model = vllm_config.model_config
@@ -101,11 +103,11 @@ def model_identity(
         kv_dtype=_stored_type(vllm_config, specs[0]) if specs else str(model.dtype),
         kv_scales=scales,
         rope=rope_rule(text, "vllm", model.max_model_len),
-        windows=_windows(vllm_config, [*specs, *windows]),
+        windows=_windows([*specs, *windows]),
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
         draft=draft,
-        states=_points(vllm_config, states, windows),
+        states=_points(vllm_config, states, windows, stages),
         packed=packed,
         own=_own(vllm_config),
         alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
@@ -248,27 +250,23 @@ def _quantization(model: ModelConfig, load: LoadConfig) -> object | None:
     return [str(model.quantization), kv_fields(told), kv_fields(extra or {})]
 
 
-def _windows(vllm_config: VllmConfig, specs: list[AttentionSpec]) -> object | None:
-    """Return the windows of the layers' caches.
-
-    A pipeline stage knows its own layers only, so there the whole engine is named instead.
-    """
+def _windows(specs: list[AttentionSpec]) -> object | None:
+    """Return the windows of the layers' caches."""
     found = set()
     for spec in specs:
         for name in ("sliding_window", "attention_chunk_size"):
             if window := getattr(spec, name, None):
                 found.add(f"{name}={window}")
-    model = vllm_config.model_config
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        window = model.get_sliding_window()
-        found = {f"pipeline={window}"} if window else set()
     return sorted(found) or None
 
 
 def _points(
-    vllm_config: VllmConfig, states: Sequence[Any], windows: Sequence[Any]
+    vllm_config: VllmConfig,
+    states: Sequence[Any],
+    windows: Sequence[Any],
+    stages: Sequence[Collection[str]],
 ) -> object | None:
-    """Return what resume points hold on one rank, and the number of ranks, whose parts differ.
+    """Return what resume points hold on one rank, and the ranks and stages, whose parts differ.
 
     None if the model keeps blocks only.
     """
@@ -279,7 +277,15 @@ def _points(
         for spec in windows
     ]
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    return {"states": _states(states), "windows": found, "ranks": ranks}
+    told: dict[str, object] = {"states": _states(states), "windows": found, "ranks": ranks}
+    if stages:
+        told["stages"] = _split(stages)
+    return told
+
+
+def _split(stages: Sequence[Collection[str]]) -> object:
+    """Return which layers each pipeline stage has."""
+    return [sorted(names) for names in stages]
 
 
 def _states(specs: Sequence[Any]) -> object | None:
@@ -306,11 +312,13 @@ def packed_identity(
     packed: PackedPages,
     names: Sequence[str],
     windows: Sequence[PageWindow] = (),
+    stages: Sequence[Collection[str]] = (),
 ) -> object:
     """Return what decides the format of pages that are stored as vLLM has them.
 
-    ``windows`` are the pages of layers with a window. The leader knows the window of one layer of a
-    group only, so that of the model is named too.
+    ``windows`` are the pages of layers with a window, and ``stages`` the names of the layers of
+    each pipeline stage, if there are several. The leader knows the window of one layer of a group
+    only, so that of the model is named too.
     """
     import vllm
 
@@ -331,6 +339,8 @@ def packed_identity(
         "tokens": packed.page_tokens,
         "pages": [[name, n] for name, n in zip(names, packed.page_nbytes, strict=True)],
     }
+    if stages:
+        found["stages"] = _split(stages)
     if windows:
         found["windows"] = [
             [window.before + 1, window.page_tokens, window.names, window.page_nbytes]

@@ -138,10 +138,6 @@ def packed_pages(
         raise UnsupportedError(
             f"{why}, latents beside K and V, on {parallel.tensor_parallel_size} ranks: use 1"
         )
-    if parallel.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            f"{why} with pipeline_parallel_size > 1: use 1, or tensor parallelism"
-        )
     nbytes = page_nbytes(vllm_config, kv_cache_config)
     return PackedPages(sizes.pop(), tuple(nbytes[name] for name in names))
 

@@ -48,7 +48,11 @@ PROBES = (
             ),
             Binds(f"{_BASE}:KVConnectorBase_V1", 3),
             Fields(f"{_BASE}:KVConnectorBase_V1", "_vllm_config", "_kv_cache_config"),
-            Has(f"{_BASE}:KVConnectorRole.SCHEDULER", f"{_BASE}:KVConnectorMetadata"),
+            Has(
+                f"{_BASE}:KVConnectorRole.SCHEDULER",
+                f"{_BASE}:KVConnectorMetadata",
+                f"{_BASE}:KVConnectorHandshakeMetadata",
+            ),
         ),
     ),
     Probe(
@@ -181,6 +185,7 @@ PROBES = (
                 "prefill_context_parallel_size",
                 "rank",
                 "tensor_parallel_size",
+                "world_size",
             ),
             Fields(
                 "vllm.config:KVTransferConfig",
@@ -200,7 +205,7 @@ PROBES = (
                 "method",
                 "use_eagle",
             ),
-            Binds("vllm.distributed.utils:get_pp_indices", 3),
+            Binds("vllm.distributed.parallel_state:get_pp_group"),
             Binds("vllm.model_executor.models.utils:extract_layer_index", 1),
         ),
     ),
@@ -214,7 +219,12 @@ PROBES = (
         "pages",
         "to know the layout of a page and which layers share one",
         (
-            Fields(f"{_SPECS}:KVCacheConfig", "kv_cache_groups", "needs_kv_cache_zeroing"),
+            Fields(
+                f"{_SPECS}:KVCacheConfig",
+                "kv_cache_groups",
+                "kv_cache_tensors",
+                "needs_kv_cache_zeroing",
+            ),
             Fields(
                 f"{_SPECS}:KVCacheGroupSpec",
                 "enable_kv_transfer",

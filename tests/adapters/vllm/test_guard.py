@@ -43,6 +43,7 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made._config, made._hooked, made._metrics = rig.config, False, Metrics()
     made._waiting, made._pages, made._left, made._parted = [], [], "", None
     made._taken = None, Promises()
+    made._stages, made._awaits_stages = None, False
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
     made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
         kv_cache_groups=[group], num_blocks=8

@@ -119,7 +119,6 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
 
 LONG = having(_set("model_config.hf_text_config.rope_parameters", LONGROPE))
 LORA = having(_set("lora_config", LoRAConfig(max_lora_rank=16, lora_dtype=torch.float32)))
-PIPELINE = having(_set("parallel_config.pipeline_parallel_size", 2))
 
 DRAFT = {"method": "draft_model", "model": str(folder()), "num_speculative_tokens": 2}
 
@@ -225,14 +224,6 @@ CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
         lambda: (
             identity(config()),
             identity(config(), spec(), spec(SlidingWindowSpec, sliding_window=32)),
-        ),
-        lambda: (
-            identity(PIPELINE),
-            identity(
-                having(
-                    _set("model_config.hf_text_config.sliding_window", 8), copy.deepcopy(PIPELINE)
-                )
-            ),
         ),
     ],
     "attention": [

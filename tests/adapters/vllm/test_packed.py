@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_kv_cache_configs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -32,6 +34,7 @@ from kvcore.model.spec import ModelDescription
 from kvcore_vllm.build import loads_layerwise
 from kvcore_vllm.describe import describe
 from kvcore_vllm.packed import packed_view, raw_pages
+from kvcore_vllm.stages import Stages
 
 Specs = Mapping[str, Any]
 LAYERS, PAGES = 3, 5
@@ -474,12 +477,56 @@ def test_what_is_no_whole_page_of_every_token_is_refused(specs: Specs, why: str)
         describe(made, worker, 16)
 
 
-def test_pipeline_stages_and_mixed_ranks_are_refused() -> None:
-    made = config()
-    worker, _ = planned(PACKED["sparse"], made)
-    made.parallel_config.pipeline_parallel_size = 2
-    with pytest.raises(UnsupportedError, match="two caches in a layer with pipeline_parallel"):
-        describe(made, worker, 16)
+def in_stages(specs: Specs, *borders: int) -> tuple[Any, Any]:
+    """The model as the leader and as a rank describe it, in stages with these borders."""
+    made = config("BLHNC")
+    made.parallel_config.pipeline_parallel_size = len(borders) - 1
+    stages = [
+        {name: spec for name, spec in specs.items() if extract_layer_index(name) in range(*pair)}
+        for pair in pairwise(borders)
+    ]
+    told = Stages(get_kv_cache_configs(made, stages, [64 << 20] * len(stages)))
+    return (
+        describe(made, told.of_leader(), 16, stages=told.names),
+        describe(made, told.whole(), 16, stages=told.names),
+    )
+
+
+@pytest.mark.parametrize("kind", ["sparse", "heads", "an index in some layers", "deepseek_v4"])
+def test_stages_keep_the_pages_of_their_own_layers(kind: str) -> None:
+    """However unlike they are, a block of each rank has room for its own."""
+    specs = deepseek_v4() if kind == "deepseek_v4" else PACKED[kind]
+    leader, rank = in_stages(specs, 0, 2, LAYERS)
+    assert leader == rank
+    assert (leader.world_size, len(leader.stages)) == (2, 2)
+    assert leader.fingerprint != in_stages(specs, 0, LAYERS)[0].fingerprint
+    block = leader.shape.block_tokens
+    for number, (start, stop) in enumerate(leader.stages):
+        offsets = leader.packed.offsets(block)
+        assert offsets[stop] - offsets[start] <= leader.rank_shape(number).nbytes
+        own = [name for group in leader.rank_groups(number) for name in group.names]
+        if (point := leader.rank_point(number)) is not None:
+            own += [name for window in point.page_windows for name in window.names]
+        layers_ = range(2) if number == 0 else range(2, LAYERS)
+        assert sorted(own) == sorted(n for n in specs if extract_layer_index(n) in layers_)
+    if kind == "deepseek_v4":
+        assert in_stages(specs, 0, 2, LAYERS)[0].point is not None
+
+
+def test_a_layer_with_a_window_alone_on_another_stage_is_another_namespace() -> None:
+    """The caches of blocks are divided as before, but the rows of points are not."""
+    made = config("BLHNC")
+    worker, _ = planned(deepseek_v4(), made)
+    made.parallel_config.pipeline_parallel_size, found = 2, []
+    first = {name for name in deepseek_v4() if extract_layer_index(name) < 2}
+    for alone in ({name for name in first if extract_layer_index(name) == 0}, set()):
+        own = first - alone
+        found.append(describe(made, worker, 16, stages=[own, deepseek_v4().keys() - own]))
+    assert found[0].stages == found[1].stages
+    assert found[0].fingerprint != found[1].fingerprint
+
+
+def test_latents_beside_other_caches_on_several_ranks_are_refused() -> None:
     mixed = layers(("attn", lambda _: full()), ("latent", lambda _: latent(block_size=32)))
     made = config(ranks=2)
     worker, _ = planned(mixed, made)

@@ -262,11 +262,6 @@ def test_states_of_several_shapes_in_one_table_are_refused_by_workers() -> None:
         (told(attention(), state(mamba_cache_mode="none")), {}, "--enable-prefix-caching"),
         (
             told(attention(), state()),
-            {"parallel_config__pipeline_parallel_size": 2},
-            "pipeline_parallel_size > 1",
-        ),
-        (
-            told(attention(), state()),
             {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")},
             "kv_role='kv_producer'",
         ),

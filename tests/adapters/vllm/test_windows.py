@@ -145,7 +145,7 @@ def test_blocks_keep_all_where_points_are_not_for_it(specs: tuple[Any, ...], den
         ({}, {}, ""),
         ({"vllm": {"windows": "dense"}}, {}, 'vllm.windows is "dense"'),
         ({"server": {"address": "local"}}, {}, ""),
-        ({}, {"parallel_config__pipeline_parallel_size": 2}, "pipeline stages"),
+        ({}, {"parallel_config__pipeline_parallel_size": 2}, ""),
         ({}, {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "'kv_producer'"),
     ],
 )

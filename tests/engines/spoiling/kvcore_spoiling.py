@@ -7,6 +7,7 @@ variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any
     group     a load leaves out the last group of them, whose pages are those of a new engine
     group N   the same with group N
     windows   the same with the last group of windows
+    stage     a load leaves out what the last stage of a pipeline has of them
     earlier   they are saved as those of the boundary before theirs
     fail      a load of a point fails
 """
@@ -39,7 +40,8 @@ def _spoil_loads() -> None:
     def wrong(self: Any, graph: Any, first: int, rows: Sequence[int], places: Any) -> None:
         points, memory, order = self._points, self._point_rows, _order()
         name, _, number = order.partition(" ")
-        if not self._to_device or name not in ("fail", "group", "windows", "zeros"):
+        spoils = name in ("fail", "group", "windows", "zeros")
+        if not self._to_device or not (spoils or (name == "stage" and _is_last_stage())):
             right(self, graph, first, rows, places)
             return
         if order == "fail":
@@ -54,6 +56,12 @@ def _spoil_loads() -> None:
         _zero(graph, first, rows, spoiled)
 
     DeviceCopy._copy_point = wrong  # type: ignore[method-assign]
+
+
+def _is_last_stage() -> bool:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
 
 
 def _last(points: PointCopies) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,21 @@ from kvcore.connector.build import build_leader, build_worker
 from kvcore.connector.page_table import Paging, PointPages
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError, LayoutError, TierUnavailable, UnsupportedError
-from kvcore.manager import Hit
+from kvcore.manager import Hit, Manager
 from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.packed import PackedPages
-from kvcore.model.points import PageWindow, PointCounts, PointShape, StateGroup, WindowGroup
+from kvcore.model.points import (
+    PageWindow,
+    PointCounts,
+    PointShape,
+    StateGroup,
+    WindowGroup,
+    over_stages,
+)
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.server import messages as m
-from kvcore.server.client import RemoteManager
 from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir
 from kvcore.testing.waiting import until
@@ -46,15 +52,27 @@ GROUPS = (
 DIGEST = Namespace(bytes(16)).digest
 
 
-def model(ranks: int = 1, heads: int = 2) -> ModelDescription:
-    """States in two rows or more, and a window of two blocks, of every rank."""
-    shape = BlockShape(2, heads, 8, BLOCK, "float32")
-    row = shape.nbytes // min(ranks, heads)
+def model(ranks: int = 1, heads: int = 2, stages: int = 1) -> ModelDescription:
+    """States in two rows or more, and a window of two blocks, of every rank.
+
+    Of two stages the first has one layer with KV and one state, and the second the rest.
+    """
+    shape = BlockShape(2 if stages == 1 else 3, heads, 8, BLOCK, "float32")
+    row = shape.nbytes // min(ranks // stages or 1, heads)
     window = BlockShape(1, 1, 8, BLOCK, "float32")
     point = PointShape(
         (StateGroup(1, ("a", "b"), 2400),), row, 2, (WindowGroup(2, ("w",), window, before=20),)
     )
-    return ModelDescription(shape, GROUPS, b"fingerprint-0001", ranks, point=point)
+    if stages == 1:
+        return ModelDescription(shape, GROUPS, b"fingerprint-0001", ranks, point=point)
+    point = replace(point, windows=(replace(point.windows[0], names=("v", "w", "x")),))
+    rows = [row // 3, 2 * row // 3]
+    whole, parts = over_stages(point, [{"a", "v", "w"}, {"b", "x"}], rows)
+    groups = (LayerGroup(0, BLOCK, (0, 1, 2)), *GROUPS[1:])
+    return ModelDescription(
+        shape, groups, b"fingerprint-0001", ranks,
+        stages=((0, 1), (1, 3)), point=whole, stage_points=parts,
+    )  # fmt: skip
 
 
 def keys(blocks: int, seed: int = 0) -> list[bytes]:
@@ -67,12 +85,13 @@ class Rank:
     """The pages of one rank, all with numbers of their own."""
 
     def __init__(self, config: Config, described: ModelDescription, number: int) -> None:
-        shape = described.rank_shape(number)
-        self.kv = [torch.rand(PAGES, shape.kv_heads, BLOCK, 16) for _ in range(2)]
-        self.states = [torch.rand(PAGES, 3, 200), torch.rand(PAGES, 600)]
-        self.window = [torch.rand(PAGES, 1, BLOCK, 16)]
-        assert described.point is not None
-        [window] = described.point.windows
+        shape, point = described.rank_shape(number), described.rank_point(number)
+        assert point is not None
+        [window], [states] = point.windows, point.states
+        self.kv = [torch.rand(PAGES, shape.kv_heads, BLOCK, 16) for _ in range(shape.layers)]
+        sizes = {"a": (3, 200), "b": (600,)}
+        self.states = [torch.rand(PAGES, *sizes[name]) for name in states.names]
+        self.window = [torch.rand(PAGES, 1, BLOCK, 16) for _ in window.names]
         views = [KVView(from_strides(self.kv, shape), self.kv)]
         tail = KVView(from_strides(self.window, window.shape), self.window)
         self.parts = build_worker(config, described, number, views, {1: self.states}, {2: tail})
@@ -80,14 +99,14 @@ class Rank:
     def content(self, table: list[int], page: int) -> list[torch.Tensor]:
         """Everything that a hit of these pages has: the window is the last two blocks."""
         found = [tensor[table] for tensor in self.kv] + [tensor[page] for tensor in self.states]
-        return [*found, self.window[0][table[-2:]]]
+        return [*found, *(tensor[table[-2:]] for tensor in self.window)]
 
 
 class Engine:
-    """A client of a server with its ranks, which exchange messages without delay."""
+    """A leader with its ranks, which exchange messages without delay. A server's client, mostly."""
 
-    def __init__(self, config: Config, ranks: int = 1) -> None:
-        self.model = model(ranks)
+    def __init__(self, config: Config, ranks: int = 1, stages: int = 1) -> None:
+        self.model = model(ranks, stages=stages)
         self.paging = Paging(GROUPS, BLOCK, no_page=-1, point=self.model.point)
         self.outbox = Outbox(pump=self._pump)
         self.leader = build_leader(config, self.model, self.outbox)
@@ -96,9 +115,8 @@ class Engine:
             open_tiers(rank.parts.worker, rank.parts.open_tier, self.leader.open_tiers)
         self._said: dict[tuple[int, int], list[Any]] = {}
 
-    @cached_property
-    def manager(self) -> RemoteManager:
-        assert isinstance(self.leader.manager, RemoteManager)
+    @property
+    def manager(self) -> Manager:
         return self.leader.manager
 
     def _pump(self, timeout: float) -> None:
@@ -166,8 +184,8 @@ class Engine:
 def begin() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def start(config: Config, ranks: int = 1) -> Engine:
-        made.append(Engine(config, ranks))
+    def start(config: Config, ranks: int = 1, stages: int = 1) -> Engine:
+        made.append(Engine(config, ranks, stages))
         return made[-1]
 
     yield start
@@ -179,25 +197,34 @@ def same(got: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(got) == len(right) and all(map(torch.equal, got, right))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "stages", "served"),
+    [(1, 1, True), (2, 1, True), (2, 2, True), (4, 2, True), (4, 2, False)],
+)
 def test_an_engine_goes_on_from_points_that_another_saved(
     folder: Path,
     tmp_path: Path,
     start: Callable[[Config], RunningServer],
     begin: Callable[..., Engine],
     ranks: int,
+    stages: int,
+    served: bool,
 ) -> None:
     """From host memory, and from disk after the server was started anew."""
     config = settings(folder, disk={"path": str(tmp_path / "disk"), "capacity": "4MiB"})
-    server = start(config)
-    saver = begin(config, ranks)
+    if not served:
+        config = config.model_copy(update={"server": Config().server})
+    server = start(config) if served else None
+    saver = begin(config, ranks, stages)
     short, long = saver.content([4, 1], 2), saver.content([4, 1, 0, 5], 3)
     assert saver.save(keys(2), [4, 1], 2) == 2 + saver.model.point.rows(2)  # type: ignore[union-attr]
     saver.save(keys(4), [4, 1, 0, 5], 3)
     assert saver.save(keys(4), [4, 1, 0, 5], 3) == 0, "it is held already"
 
     for found_in in ("host", "disk"):
-        reader = begin(config, ranks)
+        if not served and found_in == "disk":
+            saver.close()
+        reader = begin(config, ranks, stages) if served or found_in == "disk" else saver
         hit = reader.manager.get_match(keys(4), DIGEST)
         assert (hit.blocks, hit.reached, {*hit.blocks_by_tier()}) == (4, 4, {found_in})
         before = reader.content([9, 8, 7, 6], 10)
@@ -214,7 +241,7 @@ def test_an_engine_goes_on_from_points_that_another_saved(
         assert (parted.blocks, parted.reached) == (2, 2)
         assert reader.manager.get_match(keys(1), DIGEST).blocks == 0, "no point is there"
         assert reader.manager.get_match(keys(1), DIGEST).reached == 1
-        if found_in == "host":
+        if found_in == "host" and server is not None:
             reader.close()
             saver.close()
             server.close()

@@ -260,7 +260,7 @@ TAILS = PointShape(
     LAYER.nbytes,
     1,
     (
-        WindowGroup(1, ("a", "b"), LAYER.with_layers(2), before=40),
+        WindowGroup(1, ("a", "b"), LAYER, before=40),
         WindowGroup(2, ("c",), LAYER, before=16),
     ),
 )

@@ -77,7 +77,7 @@ class PointsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         states = (StateGroup(1, ("s",), 10 * self.rows),) if self.rows else ()
-        layer = BlockShape(2, 1, 2, block_tokens=2, dtype="uint8")
+        layer = BlockShape(1, 1, 2, block_tokens=2, dtype="uint8")
         windows = ()
         if self.window:
             windows = (WindowGroup(2, ("a", "b"), layer, before=2 * self.window - 1),)

@@ -15,11 +15,13 @@ from kvcore.errors import LayoutError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.model.points import (
     PageWindow,
+    PointCounts,
     PointShape,
     StateGroup,
     WindowGroup,
     is_point_row,
     last_point_key,
+    over_stages,
     point_keys,
     without_rows,
 )
@@ -125,7 +127,6 @@ def test_a_boundary_is_the_last_one_that_is_not_behind(point: PointShape, blocks
     "wrong",
     [
         {"states": ()},
-        {"states": (StateGroup(0, (), 4),)},
         {"states": (StateGroup(0, ("a",), 0),)},
         {"states": (StateGroup(0, ("a",), 4), StateGroup(1, ("b",), -1))},
         {"row_nbytes": 0},
@@ -224,7 +225,7 @@ def with_windows(draw: st.DrawFn) -> PointShape:
     windows = []
     for group in range(1, draw(st.integers(1, 3)) + 1):
         layers, dim = draw(st.integers(1, 7)), draw(st.sampled_from([1, 2, 4]))
-        shape = BlockShape(layers, 1, dim, block_tokens=1, dtype="int8")
+        shape = BlockShape(1, 1, dim, block_tokens=1, dtype="int8")
         names = tuple(f"{group}.{layer}" for layer in range(layers))
         windows.append(WindowGroup(group, names, shape, draw(st.integers(1, 4))))
     return PointShape(states, 12, 1, tuple(windows))
@@ -243,9 +244,9 @@ def test_the_rows_of_windows_are_every_layer_of_every_block_that_is_seen(
         for distance in range(blocks)
         for window in point.windows
         if distance < window.before
-        for layer in range(window.shape.layers)
+        for layer in range(len(window.names))
     ]
-    nbytes = {window.group: window.shape.layer_nbytes for window in point.windows}
+    nbytes = {window.group: window.shape.nbytes for window in point.windows}
     assert all(len(row.layers) * nbytes[row.group] <= point.row_nbytes for row in rows)
     keys = [bytes([block]) * KEY_BYTES for block in range(blocks)]
     assert point.chain(keys, blocks)[-1] == point.last_row(keys, blocks)
@@ -332,13 +333,120 @@ def test_ranks_that_share_a_part_of_a_block_have_no_points_of_their_own() -> Non
 def test_a_point_names_the_groups_of_states_and_no_others(
     groups: tuple[LayerGroup, ...], named: tuple[int, ...]
 ) -> None:
-    with pytest.raises(LayoutError, match="resume points of states of groups"):
+    with pytest.raises(LayoutError, match="resume points of states"):
         model(point_of(*named), groups=groups)
 
 
-def test_unequal_stages_are_refused() -> None:
+# --- pipeline stages ---------------------------------------------------------------------------
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[PointShape, list[list[str]], list[int]]:
+    """The points of a model, the layers of each stage, and the bytes of a row there.
+
+    States have 5 or 9 bytes, a layer with a window 2, 4 or 8 of a block.
+    """
+    stages = draw(st.integers(1, 3))
+    rows = draw(st.lists(st.integers(8, 30), min_size=stages, max_size=stages))
+    names: list[list[str]] = [[] for _ in range(stages)]
+
+    def layers(group: int) -> tuple[str, ...]:
+        split = sorted(draw(st.lists(st.integers(0, stages - 1), min_size=1, max_size=5)))
+        made = tuple(f"{group}.{place}" for place in range(len(split)))
+        for stage, name in zip(split, made, strict=True):
+            names[stage].append(name)
+        return made
+
+    count = draw(st.integers(0, 2))
+    states = tuple(
+        StateGroup(group, layers(group), draw(st.sampled_from([5, 9]))) for group in range(count)
+    )
+    windows, pages = [], []
+    for group in range(count, count + draw(st.integers(0 if count else 1, 2))):
+        shape = BlockShape(1, 1, draw(st.sampled_from([1, 2, 4])), block_tokens=1, dtype="int8")
+        windows.append(WindowGroup(group, layers(group), shape, draw(st.integers(1, 3))))
+    if draw(st.booleans()):
+        own = layers(7)
+        sizes = tuple(draw(st.integers(1, 9)) for _ in own)
+        pages.append(PageWindow(7, own, 4, sizes, draw(st.integers(1, 9))))
+    point = PointShape(states, sum(rows), 1, tuple(windows), tuple(pages))
+    return point, names, rows
+
+
+@given(pipelines(), st.integers(1, 4))
+def test_stages_keep_all_of_a_point_between_them_in_equally_many_rows(
+    made: tuple[PointShape, list[list[str]], list[int]], blocks: int
+) -> None:
+    point, names, row_nbytes = made
+    whole, parts = over_stages(point, names, row_nbytes)
+    assert {part.rows(blocks) for part in parts} == {whole.rows(blocks)}
+    assert [part.row_nbytes for part in parts] == row_nbytes
+    rows = [[(row.group, row.distance) for row in part.window_rows] for part in (whole, *parts)]
+    assert all(each == rows[0] for each in rows), "the leader's page tables are of all ranks"
+    kept: dict[tuple[str, int], list[int]] = {}
+    seen: list[tuple[int, str]] = []
+    for part in parts:
+        groups = {group.group: group for group in (*part.states, *part.page_windows)}
+        for piece in part.pieces():
+            assert piece.at + piece.nbytes <= part.row_nbytes
+            assert piece.row < whole.state_rows
+            name = groups[piece.group].names[piece.layer]
+            kept.setdefault((name, piece.page), []).extend(
+                range(piece.offset, piece.offset + piece.nbytes)
+            )
+        windows = {group.group: group for group in part.windows}
+        for row in part.window_rows:
+            own = windows[row.group]
+            assert len(row.layers) * own.shape.nbytes <= part.row_nbytes
+            seen += [(row.distance, own.names[layer]) for layer in row.layers]
+    sizes = {(name, 0): group.nbytes for group in point.states for name in group.names} | {
+        (name, page): nbytes
+        for group in point.page_windows
+        for name, nbytes in zip(group.names, group.page_nbytes, strict=True)
+        for page in range(group.pages)
+    }
+    assert kept == {what: [*range(nbytes)] for what, nbytes in sizes.items()}
+    assert sorted(seen) == sorted(
+        (distance, name)
+        for group in point.windows
+        for distance in range(group.blocks)
+        for name in group.names
+    )
+
+
+def in_stages(**changes: Any) -> ModelDescription:
+    """A stage of one layer with KV and one of two, one state on each."""
+    shape = SHAPE.with_layers(3)
+    row = SHAPE.nbytes // 2
+    point = PointShape((StateGroup(1, ("s", "t"), 100),), 3 * row, 2)
+    whole, parts = over_stages(point, [{"s"}, {"t"}], [row, 2 * row])
+    given_: dict[str, Any] = {
+        "groups": (replace(KV, layers=(0, 1, 2), names=()), STATES),
+        "stages": ((0, 1), (1, 3)), "point": whole, "stage_points": parts,
+    }  # fmt: skip
+    return ModelDescription(shape, fingerprint=b"model", world_size=2, **given_ | changes)
+
+
+def test_unequal_stages_have_rows_of_their_own_sizes() -> None:
+    found = in_stages()
+    points = [found.rank_point(rank) for rank in range(2)]
+    assert [point.row_nbytes for point in points if point] == [1024, 2048]
+    assert [point.states[0].names for point in points if point] == [("s",), ("t",)]
+    assert model(point_of(1)).rank_point(0) == point_of(1)
+    assert model(None, groups=(KV,)).rank_point(0) is None
+
+
+def test_stages_that_do_not_make_up_the_point_are_refused() -> None:
+    first, second = in_stages().stage_points
+    with pytest.raises(LayoutError, match="of 1 of 2 stages"):
+        in_stages(stage_points=())
     with pytest.raises(LayoutError, match="equal parts of a block"):
-        ModelDescription(
-            SHAPE.with_layers(3), (replace(KV, layers=(0, 1, 2), names=()), STATES), b"model", 2,
-            stages=((0, 1), (1, 3)), point=point_of(1, row_nbytes=SHAPE.nbytes // 2),
-        )  # fmt: skip
+        in_stages(stage_points=(second, first))
+    with pytest.raises(LayoutError, match="resume points of states"):
+        in_stages(stage_points=(first, replace(second, states=first.states)))
+    with pytest.raises(LayoutError, match="unlike rows"):
+        in_stages(stage_points=(first, replace(second, counts=None)))
+    with pytest.raises(LayoutError, match="resume points of states"):
+        model(PointShape((StateGroup(1, (), 100),), SHAPE.nbytes, 2))
+    with pytest.raises(LayoutError, match="too few rows"):
+        PointShape(first.states, 60, 2, counts=PointCounts(2, 1))

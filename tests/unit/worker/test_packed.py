@@ -179,7 +179,7 @@ def test_slots_in_pieces_are_refused() -> None:
     [
         ({"shape": PackedPages(4, (80, 12)).shape(8, 1)}, "one size"),
         ({"groups": (LayerGroup(0, 8, (0, 1)),)}, "one size"),
-        ({"stages": ((0, 1), (1, 2)), "world_size": 2}, "stages"),
+        ({"stages": ((0, 1), (1, 2)), "world_size": 2}, "one size"),  # no room for 13 in 11
     ],
 )
 def test_a_description_that_does_not_fit_is_refused(changed: dict[str, Any], match: str) -> None:
@@ -204,3 +204,21 @@ def test_a_block_is_a_whole_number_of_pages() -> None:
         packed.shape(96, 1)
     with pytest.raises(LayoutError, match="not the pages"):
         PackedPages(64, ())
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.data())
+def test_each_stage_has_room_for_its_own_pages(sizes: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(sizes) - 1))
+    stages = ((0, cut), (cut, len(sizes)))
+    packed = PackedPages(4, tuple(sizes))
+    shape = packed.shape(8, 1, stages)
+    group = LayerGroup(0, 4, tuple(range(len(sizes))))
+    model = ModelDescription(shape, (group,), b"m", 2, stages=stages, packed=packed)
+    for rank, (start, _) in enumerate(stages):
+        [own] = model.rank_groups(rank)
+        places = PagesInBlock.of(packed, 8, own.layers, start)
+        ends = [at + 2 * size for at, size in zip(places.offsets, places.nbytes, strict=True)]
+        assert [0, *ends[:-1]] == list(places.offsets), "one after another, from the begin"
+        assert ends[-1] <= model.rank_shape(rank).nbytes
+    filler = [model.rank_shape(i).nbytes - 2 * sum(sizes[a:b]) for i, (a, b) in enumerate(stages)]
+    assert min(part // (b - a) for part, (a, b) in zip(filler, stages, strict=True)) < 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kvcore.memory.layout import KVView
 from kvcore.memory.points import point_copies
 from kvcore.memory.runs import PagesInBlock, whole_pages
 from kvcore.model.packed import PackedPages
-from kvcore.model.points import PageWindow, PointShape, StateGroup
+from kvcore.model.points import PageWindow, PointShape, StateGroup, over_stages
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, build_load, build_save
@@ -42,6 +43,10 @@ POINT = PointShape((), SHAPE.nbytes, 1, page_windows=WINDOWS)
 SIZES = {0: (90, 33), 1: PACKED.page_nbytes, 2: (41,)}
 TOKENS, PAGES, SLOTS, WAIT = 64, 20, 32, 60.0
 PAGING = Paging(GROUPS, BLOCK, no_page=-1, point=POINT)
+STAGES = ((0, 1), (1, 2))
+STAGED = PACKED.shape(BLOCK, 1, STAGES)
+"""As the first of two stages needs it, which has the larger cache of blocks, and ``a``."""
+IN_STAGES = over_stages(POINT, [{"a"}, {"b", "c"}], [STAGED.nbytes // 2] * 2)
 
 
 def test_the_point_is_as_the_tests_below_take_it_to_be() -> None:
@@ -55,10 +60,17 @@ def test_the_point_is_as_the_tests_below_take_it_to_be() -> None:
 
 
 class Rig:
-    """A worker over pages of three groups, all with numbers of their own."""
+    """Workers over pages of three groups, all with numbers of their own: one, or two stages."""
 
-    def __init__(self, ops: DeviceOps) -> None:
+    def __init__(self, ops: DeviceOps, *, stages: bool) -> None:
         torch.manual_seed(0)
+        one: dict[str, Any] = {"shape": SHAPE, "point": POINT, "world_size": 1}
+        two = {"shape": STAGED, "point": IN_STAGES[0], "world_size": 2}
+        two |= {"stages": STAGES, "stage_points": IN_STAGES[1]}
+        model = described(**(two if stages else one))
+        assert model.point is not None
+        self.point = model.point
+        self.paging = Paging(GROUPS, BLOCK, no_page=-1, point=self.point)
         self.pages = {
             group: [
                 torch.randint(0, 256, (PAGES, size + 5), dtype=torch.uint8)[:, :size]
@@ -66,27 +78,37 @@ class Rig:
             ]
             for group, sizes in SIZES.items()
         }
-        view = whole_pages(self.pages[1])
+        self.workers = [self._worker(ops, model, rank) for rank in range(model.world_size)]
+        self.ids = iter(range(1, 10_000))
+
+    def _worker(self, ops: DeviceOps, model: ModelDescription, rank: int) -> KVWorker:
+        own, point = model.rank_groups(rank)[1], model.rank_point(rank)
+        assert point is not None
+        view = whole_pages([self.pages[1][layer] for layer in own.layers])
         nothing = DeviceGroup((), view.select_layers(()))
-        arena = HostArena(SHAPE, SLOTS, arrangement=Arrangement.BLOCKWISE, huge_pages=False)
+        shape = model.rank_shape(rank)
+        arena = HostArena(shape, SLOTS, arrangement=Arrangement.BLOCKWISE, huge_pages=False)
         arena.tensor().fill_(0)
-        of = PagesInBlock.of(PACKED, BLOCK, (0, 1))
-        self.worker = KVWorker(
+        of = PagesInBlock.of(PACKED, BLOCK, own.layers, first := model.layer_range(rank)[0])
+        named = {"a": self.pages[0][0], "b": self.pages[0][1], "c": self.pages[2][0]}
+        raw = {seen.group: [named[name] for name in seen.names] for seen in point.page_windows}
+        return KVWorker(
             arena=arena,
             arena_view=KVView(arena.layout(), [arena.tensor()]),
             ops=ops,
             pages=EnginePages(
-                [nothing, DeviceGroup((0, 1), view, BLOCK, of), nothing],
-                points=point_copies(POINT, {}, {}, {0: self.pages[0], 2: self.pages[2]}),
+                [nothing, DeviceGroup(own.layers, view, BLOCK, of), nothing],
+                first,
+                points=point_copies(point, {}, {}, raw),
             ),
             limits=WorkerLimits(),
         )
-        self.ids = iter(range(1, 10_000))
 
     def run(self, made: TransferGraph, units: Sequence[UnitTable]) -> None:
-        assert self.worker.submit(made.bind(units)) == []
-        assert self.worker.wait_idle(WAIT)
-        assert not any(report.failed for report in self.worker.poll())
+        for worker in self.workers:
+            assert worker.submit(made.bind(units)) == []
+            assert worker.wait_idle(WAIT)
+            assert not any(report.failed for report in worker.poll())
 
     def content(self, group: int, page: int) -> bytes:
         return b"".join(bytes(layer[page].numpy()) for layer in self.pages[group])
@@ -97,11 +119,15 @@ class Rig:
                 layer.copy_(torch.randint(0, 256, layer.shape, dtype=torch.uint8))
 
 
-@pytest.fixture(params=[ReferenceOps, NativeOps], ids=lambda made: made.name)
+@pytest.fixture(
+    params=[(ReferenceOps, False), (NativeOps, False), (NativeOps, True)],
+    ids=["reference", "native", "native in stages"],
+)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    made = Rig(request.param())
+    ops, stages = request.param
+    made = Rig(ops(), stages=stages)
     yield made
-    assert made.worker.close()
+    assert all(worker.close() for worker in made.workers)
 
 
 def tables(pages: Sequence[int], left: int = 0) -> list[list[int]]:
@@ -141,7 +167,8 @@ def test_pages_of_windows_come_back_in_other_pages(
 
     Near the start of a prompt a window has fewer pages than a point has room for.
     """
-    rows, held = POINT.rows(blocks), min(held, blocks - 1)
+    rows, held = rig.point.rows(blocks), min(held, blocks - 1)
+    lost = min(lost, rows - 1)
     keys = tuple(bytes([i]) * 16 for i in range(blocks + rows))
     places, mine = slots[: len(keys)], tables(source, left=max(blocks * BLOCK - 20, 0))
     rig.shuffle()
@@ -151,13 +178,13 @@ def test_pages_of_windows_come_back_in_other_pages(
         for number, page in enumerate(mine[group.index])
         if page >= 0
     }
-    whole = PAGING.whole_units(mine, 0, blocks, PointPages(rows, blocks, {}))
+    whole = rig.paging.whole_units(mine, 0, blocks, PointPages(rows, blocks, {}))
     assert whole is not None
     for part in (range(blocks + lost), range(blocks + lost, len(keys))):
         chain = Chain.of(keys, b"n" * 16, Span(part.start, part.stop))
         units = [UnitTable.of(t.array()[part.start : part.stop], t.unit_tokens) for t in whole]
         if part.start:
-            late = PAGING.whole_units(mine, blocks, blocks, PointPages(rows - lost, blocks, {}))
+            late = rig.paging.whole_units(mine, blocks, blocks, PointPages(rows - lost, blocks, {}))
             assert late is not None
             assert [t.array().tolist() for t in late] == [t.array().tolist() for t in units]
         made = build_save(
@@ -172,7 +199,9 @@ def test_pages_of_windows_come_back_in_other_pages(
         next(rig.ids), Chain.of(keys, b"n" * 16, Span(held, len(keys))), places[held:], (),
         batch_rows=2, point=blocks - held,
     )  # fmt: skip
-    rig.run(made, PAGING.units(wanted, held, blocks, held * BLOCK, PointPages(rows, blocks, {})))
+    rig.run(
+        made, rig.paging.units(wanted, held, blocks, held * BLOCK, PointPages(rows, blocks, {}))
+    )
     for number in range(held, blocks):
         expected[1, wanted[1][number]] = saved[1, number]
     for window in WINDOWS:
@@ -214,8 +243,8 @@ def test_a_point_needs_the_pages_that_its_windows_see(
 
 
 def described(**other: object) -> ModelDescription:
-    given_: dict[str, object] = {"point": POINT, "packed": PACKED, **other}
-    return ModelDescription(SHAPE, GROUPS, b"f", 1, **given_)  # type: ignore[arg-type]
+    given_: dict[str, Any] = {"point": POINT, "packed": PACKED, "shape": SHAPE, "world_size": 1}
+    return ModelDescription(groups=GROUPS, fingerprint=b"f", **given_ | other)
 
 
 def test_packed_pages_are_beside_windows_of_their_own_kind_only() -> None:
@@ -223,7 +252,7 @@ def test_packed_pages_are_beside_windows_of_their_own_kind_only() -> None:
     states = PointShape((StateGroup(0, ("s",), 4),), SHAPE.nbytes, 1, page_windows=WINDOWS[1:])
     with pytest.raises(LayoutError):
         described(point=states)
-    with pytest.raises(LayoutError, match="resume points of windows of groups"):
+    with pytest.raises(LayoutError, match="resume points of windows"):
         described(point=PointShape((), SHAPE.nbytes, 1, page_windows=WINDOWS[:1]))
 
 

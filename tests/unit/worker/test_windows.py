@@ -29,7 +29,7 @@ from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 
 BLOCK = 8
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=4, block_tokens=BLOCK, dtype="float32")
-WIDE = BlockShape(layers=5, kv_heads=1, head_dim=8, block_tokens=BLOCK, dtype="float32")
+WIDE = BlockShape(layers=1, kv_heads=1, head_dim=8, block_tokens=BLOCK, dtype="float32")
 FLAT = BlockShape(layers=1, kv_heads=4, head_dim=2, block_tokens=BLOCK, dtype="float32")
 GROUPS = (
     LayerGroup(0, 16, (0, 1)),
