@@ -169,7 +169,7 @@ class Saves:
             most = tracked.control.savable(self._most_saved(tracked.request))
             points = whole_points(offered, groups, self._block)
             found = of_states(
-                [at for at in sorted(points) if at <= most and self._sees(pages, at)],
+                sorted(at for at in points if at <= most),
                 tracked.request, tracked.hit, back, self._block,
             )  # fmt: skip
             self._wanted(tracked, pages, found, points, lane)
@@ -193,10 +193,6 @@ class Saves:
             blocks = boundary // self._block
             if self._blocks(tracked, blocks, pages, lane, states[boundary]):
                 tracked.last_point = max(tracked.last_point, boundary)
-
-    def _sees(self, pages: PageTables, boundary: int) -> bool:
-        """Return True if vLLM has the pages of all windows before a boundary."""
-        return self._paging.sees(pages, boundary // self._block)
 
     def _most_saved(self, request: Request) -> int:
         """Return how many tokens of a request may be saved at most."""

@@ -139,7 +139,7 @@ def test_a_point_has_the_ends_of_windows_behind_the_states() -> None:
     assert model.shape == described().shape
     assert model.point.states == described().point.states
     [found] = model.point.windows
-    assert (found.names, found.before, found.blocks) == (tuple(WINDOW), 99, 7)
+    assert (found.names, found.before, found.blocks, found.spare) == (tuple(WINDOW), 99, 7, 0)
     assert model.point.spare == 0
     assert model.point.every == STEP // 16
     assert model.fingerprint != described().fingerprint
