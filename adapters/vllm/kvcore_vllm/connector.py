@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -47,6 +49,7 @@ from kvcore_vllm.describe import dense_windows, describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.leader import Leader
+from kvcore_vllm.machines import check_terms, machines, terms_of, usable
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.weights import watch_weights
@@ -96,6 +99,7 @@ _AT_START = (ConfigError,)
         # the worker's role
         "register_kv_caches": _NOTHING,
         "unregister_kv_caches": _NOTHING,
+        "get_handshake_metadata": _NOTHING,
         "handle_preemptions": _NOTHING,
         "start_load_kv": _NOTHING,
         "wait_for_layer_load": _NOTHING,
@@ -107,6 +111,7 @@ _AT_START = (ConfigError,)
         "get_block_ids_with_load_errors": Neutral(set),
         "build_connector_worker_meta": _NOTHING,
         # the scheduler's role
+        "set_xfer_handshake_metadata_pp_aware": Neutral(lambda: None, _AT_START),
         "bind_gpu_block_pool": _NOTHING,
         "get_num_new_matched_tokens": Neutral(lambda: (0, False)),
         "update_state_after_alloc": _NOTHING,
@@ -147,7 +152,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._left = ""  # why the leader is called no more
         self._parted: Leader | None = None  # that leader, which is still to be closed
         self._layerwise = False
-        self._hooked = False  # plugins watch the model's attention
+        self._hooks: list[str] = []  # the plugins that watch the model's attention
+        self._awaited = False  # the leader starts when the ranks of all machines have told terms
+        self._cold: WorkerConnector | None = None  # prepares blends with the first plan
+        self._pool: BlockPool | None = None
         self._config = Config()
         try:
             self._start(role)
@@ -166,14 +174,18 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             overrides_from="kv_connector_extra_config",
         )
         log.configure(self._config.log.level, self._config.log.format)
+        leads = role is KVConnectorRole.SCHEDULER
+        self._config = usable(self._config, self._vllm_config, tell=leads)
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
         self._model = self._describe()
         self._layerwise = loads_layerwise(self._config, self._vllm_config, self._model)
-        if self._model is not None and role is KVConnectorRole.SCHEDULER:
+        if self._model is not None and leads:
             attempt("the check of vLLM's release", tell_untried, None)
-            self._scheduler = self._build_scheduler(self._model)
+            self._awaited = machines(self._vllm_config) > 1
+            if not self._awaited:
+                self._scheduler = self._build_scheduler(self._model)
 
     # -- after an error ---------------------------------------------------------------------
 
@@ -259,9 +271,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return None
         self._fit_blocks(model.shape.block_tokens)
-        hooks = load_plugins(self._config).found("attention")
-        self._hooked = bool(hooks)
-        return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
+        self._hooks = [h.identity for h in load_plugins(self._config).found("attention")]
+        return replace(model, fingerprint=hooked(model.fingerprint, self._hooks))
 
     def _fit_blocks(self, tokens: int) -> None:
         """Go on with blocks of ``tokens``, which fit the model."""
@@ -347,7 +358,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerGuard(worker)
         except Exception as error:  # the leader's loads would neither come nor fail
             raise EngineMustEnd("kvcore can neither serve on this rank nor refuse") from error
-        self._warm_up(worker)
+        if machines(self._vllm_config) > 1:  # ranks may have other settings: see `Terms`
+            self._cold = worker
+        else:
+            self._warm_up(worker)
         if self._model is not None:
             watch_weights(self._vllm_config, self._worker.weights_changed)
 
@@ -376,6 +390,17 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return None
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return the terms of this rank for its leader; None on one machine.
+
+        None also behind vLLM's MultiConnector, which would pass on what one connector says alone.
+        """
+        if self._model is None or machines(self._vllm_config) == 1:
+            return None
+        if get_kv_transfer_group() is not self:
+            return None
+        return terms_of(self._config, self._model, self._hooks)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.
 
@@ -384,6 +409,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         worker, metadata = self._worker, kv_connector_metadata
         assert isinstance(metadata, KVCoreMetadata)
+        if self._cold is not None and metadata.payload:  # all ranks get their first plan together
+            cold, self._cold = self._cold, None
+            self._warm_up(cold)
         if worker is not None:
             worker.count_on(metadata.promises)
             worker.begin(metadata)
@@ -443,8 +471,31 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler --------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._pool = gpu_block_pool
         if self._scheduler is not None:
             self._scheduler.watch(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Build the leader of ranks on several machines, if all have the same terms.
+
+        vLLM calls it before the first request, and again when it wakes up. Raises ConfigError for
+        wrong settings.
+        """
+        model, parallel = self._model, self._vllm_config.parallel_config
+        awaited, self._awaited = self._awaited, False
+        if model is None or not awaited:
+            return
+        own, stages = terms_of(self._config, model, self._hooks), parallel.pipeline_parallel_size
+        try:
+            check_terms(own, metadata, stages, parallel.tensor_parallel_size)
+        except UnsupportedError as error:
+            self._stand_aside(error)
+            return
+        self._scheduler = self._build_scheduler(model)
+        if self._scheduler is not None and self._pool is not None:
+            self._scheduler.watch(self._pool)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -519,7 +570,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the step's plan. If there is none, the workers stop and fail its promises."""
         metadata = None
         if (scheduler := self._scheduler) is not None:
-            if self._hooked and self._vllm_config.use_v2_model_runner:
+            if self._hooks and self._vllm_config.use_v2_model_runner:
                 # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
                 scheduler_output.has_sync_kv_loads = True
             metadata = self._guard.run(

@@ -48,7 +48,12 @@ PROBES = (
             ),
             Binds(f"{_BASE}:KVConnectorBase_V1", 3),
             Fields(f"{_BASE}:KVConnectorBase_V1", "_vllm_config", "_kv_cache_config"),
-            Has(f"{_BASE}:KVConnectorRole.SCHEDULER", f"{_BASE}:KVConnectorMetadata"),
+            Has(
+                f"{_BASE}:KVConnectorRole.SCHEDULER",
+                f"{_BASE}:KVConnectorHandshakeMetadata",
+                f"{_BASE}:KVConnectorMetadata",
+                "vllm.distributed.kv_transfer.kv_transfer_state:get_kv_transfer_group",
+            ),
         ),
     ),
     Probe(
@@ -176,7 +181,7 @@ PROBES = (
                 "data_parallel_rank",
                 "data_parallel_size",
                 "decode_context_parallel_size",
-                "nnodes",
+                "nnodes_within_dp",
                 "pipeline_parallel_size",
                 "prefill_context_parallel_size",
                 "rank",
