@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -47,7 +48,9 @@ from kvcore_vllm.build import (
 from kvcore_vllm.describe import dense_windows, describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
+from kvcore_vllm.handshake import Told, awaits_ranks
 from kvcore_vllm.leader import Leader
+from kvcore_vllm.machines import check_terms, machines, terms_of, usable
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
 from kvcore_vllm.stages import Stages, gather
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
@@ -98,6 +101,7 @@ _AT_START = (ConfigError,)
         # the worker's role
         "register_kv_caches": _NOTHING,
         "unregister_kv_caches": _NOTHING,
+        "get_handshake_metadata": _NOTHING,
         "handle_preemptions": _NOTHING,
         "start_load_kv": _NOTHING,
         "wait_for_layer_load": _NOTHING,
@@ -108,7 +112,6 @@ _AT_START = (ConfigError,)
         "get_finished": Neutral(lambda: (None, set())),
         "get_block_ids_with_load_errors": Neutral(set),
         "build_connector_worker_meta": _NOTHING,
-        "get_handshake_metadata": _NOTHING,
         # the scheduler's role
         "set_xfer_handshake_metadata": Neutral(lambda: None, _AT_START),
         "set_xfer_handshake_metadata_pp_aware": Neutral(lambda: None, _AT_START),
@@ -153,11 +156,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._left = ""  # why the leader is called no more
         self._parted: Leader | None = None  # that leader, which is still to be closed
         self._layerwise = False
-        self._hooked = False  # plugins watch the model's attention
-        self._config = Config()
+        self._hooks: list[str] = []  # the plugins that watch the model's attention
+        self._awaited = False  # the leader starts when ranks have told it what they know
         self._stages: Stages | None = None  # if there are several, and this rank knows of them
+        self._cold: WorkerConnector | None = None  # prepares blends with the first plan
         self._pool: BlockPool | None = None  # vLLM's, if the leader is still to come
-        self._awaits_stages = False
+        self._config = Config()
         try:
             self._start(role)
         except (ConfigError, EngineMustEnd):
@@ -170,30 +174,31 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Read the settings and the model, and build the leader. Raises for wrong settings."""
         transfer = self._vllm_config.kv_transfer_config
         assert transfer is not None
-        if role is KVConnectorRole.WORKER:  # a collective: first of all, whatever fails later
+        leads = role is KVConnectorRole.SCHEDULER
+        if not leads:  # a collective: first of all, whatever fails later
             self._stages = gather(self._vllm_config, self._kv_cache_config)
         self._config = load_config(
             overrides=dict(transfer.kv_connector_extra_config),
             overrides_from="kv_connector_extra_config",
         )
         log.configure(self._config.log.level, self._config.log.format)
+        self._config = usable(self._config, self._vllm_config, tell=leads)
         if transfer.kv_load_failure_policy != "recompute":
             # A cache that fails to load a block must never fail the request.
             transfer.kv_load_failure_policy = "recompute"
-        if role is KVConnectorRole.WORKER:
+        self._awaited = leads and awaits_ranks(self._vllm_config)
+        if not self._awaited:
             self._model = self._describe()
-        elif self._vllm_config.parallel_config.pipeline_parallel_size > 1:
-            self._awaits_stages = True
-        else:
-            self._lead()
+            if self._model is not None and leads:
+                self._lead(self._model)
         self._layerwise = loads_layerwise(self._config, self._vllm_config, self._model)
 
-    def _lead(self) -> None:
-        """Describe the model, and build the leader. Raises ConfigError for wrong settings."""
-        self._model = self._describe()
-        if self._model is not None:
-            attempt("the check of vLLM's release", tell_untried, None)
-            self._scheduler = self._build_scheduler(self._model)
+    def _lead(self, model: ModelDescription) -> None:
+        """Build the leader. Raises ConfigError for wrong settings."""
+        attempt("the check of vLLM's release", tell_untried, None)
+        self._scheduler = self._build_scheduler(model)
+        if self._scheduler is not None and self._pool is not None:
+            self._scheduler.watch(self._pool)
 
     # -- after an error ---------------------------------------------------------------------
 
@@ -285,9 +290,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return None
         self._fit_blocks(model.shape.block_tokens)
-        hooks = load_plugins(self._config).found("attention")
-        self._hooked = bool(hooks)
-        return replace(model, fingerprint=hooked(model.fingerprint, [h.identity for h in hooks]))
+        self._hooks = [h.identity for h in load_plugins(self._config).found("attention")]
+        return replace(model, fingerprint=hooked(model.fingerprint, self._hooks))
 
     def _fit_blocks(self, tokens: int) -> None:
         """Go on with blocks of ``tokens``, which fit the model."""
@@ -373,7 +377,10 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker = WorkerGuard(worker)
         except Exception as error:  # the leader's loads would neither come nor fail
             raise EngineMustEnd("kvcore can neither serve on this rank nor refuse") from error
-        self._warm_up(worker)
+        if machines(self._vllm_config) > 1:  # ranks may have other settings: see `Terms`
+            self._cold = worker
+        else:
+            self._warm_up(worker)
         if self._model is not None:
             watch_weights(self._vllm_config, self._worker.weights_changed)
 
@@ -402,6 +409,23 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return None
 
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what the leader has to know of this rank before it starts; None if nothing.
+
+        All ranks know all stages of a pipeline, and the first one tells them: some connectors that
+        vLLM may have beside this one take no word of later stages. On several machines each rank
+        tells its own terms, but not behind vLLM's MultiConnector, which would pass on what one
+        connector says alone.
+        """
+        parallel = self._vllm_config.parallel_config
+        if machines(self._vllm_config) > 1:
+            if self._model is None or get_kv_transfer_group() is not self:
+                return None
+            return Told(self._stages, terms_of(self._config, self._model, self._hooks))
+        if self._stages is None or parallel.rank % parallel.world_size:
+            return None
+        return Told(self._stages)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.
 
@@ -410,6 +434,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         worker, metadata = self._worker, kv_connector_metadata
         assert isinstance(metadata, KVCoreMetadata)
+        if self._cold is not None and metadata.payload:  # all ranks get their first plan together
+            cold, self._cold = self._cold, None
+            self._warm_up(cold)
         if worker is not None:
             worker.count_on(metadata.promises)
             worker.begin(metadata)
@@ -466,28 +493,39 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.take_report() if self._worker is not None else None
         return None if report is None else KVCoreWorkerMetadata([report])
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the caches of all stages; None without a pipeline.
-
-        Every rank knows them. The first one tells the leader, and others nothing, because some
-        connectors that vLLM may have beside this one take no word of later stages.
-        """
-        parallel = self._vllm_config.parallel_config
-        return self._stages if parallel.rank % parallel.world_size == 0 else None
-
     # -- scheduler --------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Build the leader, with what a rank knows of all stages. vLLM calls it at its start."""
-        told = [found for found in metadata.values() if isinstance(found, Stages)]
-        if not self._awaits_stages or not told:
+        """Build the leader, with what the ranks have told, if it waits for that.
+
+        vLLM calls it before the first request, and again when it wakes up. Raises ConfigError for
+        wrong settings.
+        """
+        if not self._awaited:
             return
-        self._awaits_stages, self._stages = False, told[0]
-        self._lead()
-        if self._scheduler is not None and self._pool is not None:
-            self._scheduler.watch(self._pool)
+        parallel, several = self._vllm_config.parallel_config, machines(self._vllm_config) > 1
+        told = {place: found for place, found in metadata.items() if isinstance(found, Told)}
+        stages = [found.stages for found in told.values() if found.stages is not None]
+        if not stages and not several:
+            return  # see `_miss_ranks`
+        self._awaited, self._stages = False, stages[0] if stages else None
+        if self._left or (model := self._describe()) is None:
+            return
+        try:
+            if several:
+                check_terms(
+                    terms_of(self._config, model, self._hooks),
+                    {place: found.terms for place, found in told.items()},
+                    parallel.pipeline_parallel_size,
+                    parallel.tensor_parallel_size,
+                )
+        except UnsupportedError as error:
+            self._stand_aside(error)
+            return
+        self._model = model
+        self._lead(model)
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -506,7 +544,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
-            self._miss_stages()
+            self._miss_ranks()
             return 0, False
         self._offered.pop(request.request_id, None)
         offer = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -514,14 +552,15 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._offered[request.request_id] = num_computed_tokens, not offer[1]
         return offer
 
-    def _miss_stages(self) -> None:
-        """Say once, at the first request, that nobody has told the leader of the stages."""
-        if self._awaits_stages:
-            self._awaits_stages = False
+    def _miss_ranks(self) -> None:
+        """Say once, at the first request, that no rank has told the leader what it waits for."""
+        if self._awaited:
+            self._awaited = False
             self._stand_aside(
                 UnsupportedError(
-                    "pipeline stages of which no rank told the scheduler: kvcore serves them where "
-                    "it is vLLM's only connector, or the first one that has something to tell"
+                    "no rank told the scheduler of its pipeline stages, or of its settings on "
+                    "several machines: kvcore serves them where it is vLLM's only connector, and "
+                    "stages on one machine also as the first one that has something to tell"
                 )
             )
 
@@ -587,7 +626,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the step's plan. If there is none, the workers stop and fail its promises."""
         metadata = None
         if (scheduler := self._scheduler) is not None:
-            if self._hooked and self._vllm_config.use_v2_model_runner:
+            if self._hooks and self._vllm_config.use_v2_model_runner:
                 # Only then V2 calls `start_load_kv`, which names the requests, before the forward.
                 scheduler_output.has_sync_kv_loads = True
             metadata = self._guard.run(

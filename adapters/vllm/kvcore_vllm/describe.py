@@ -366,8 +366,6 @@ def _check_parallelism(vllm_config: VllmConfig, stages: int) -> None:
         size = getattr(parallel, name, 1)
         if size > 1:
             raise UnsupportedError(f"{name}={size}; kvcore serves {name}=1 on vLLM")
-    if parallel.nnodes > 1:
-        raise UnsupportedError(f"nnodes={parallel.nnodes}; the embedded mode serves one machine")
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:

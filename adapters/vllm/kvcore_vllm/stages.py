@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from kvcore.errors import RankLostError, UnsupportedError
+from kvcore_vllm.machines import machines
 from kvcore_vllm.specs import leaf_specs
 
 if TYPE_CHECKING:
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Stages", "gather"]
 
+_PATIENCE = timedelta(minutes=5)
+"""How long a rank waits for those of other machines, which may have larger weights to load."""
+
 
 @dataclass
-class Stages(KVConnectorHandshakeMetadata):
+class Stages:
     """What vLLM told the ranks of each stage of their caches, in order of the stages."""
 
     configs: list[KVCacheConfig]
@@ -88,7 +92,8 @@ def gather(vllm_config: VllmConfig, own: KVCacheConfig) -> Stages | None:
     """Return the caches of all stages; None if there is one stage.
 
     A collective of the ranks of a pipeline: each calls it once, while vLLM makes its connectors.
-    Blocks until all have. Raises RankLostError if this rank fails where the others wait.
+    Blocks until all have; on several machines, one of which may run without kvcore, for
+    `_PATIENCE` at most. Raises RankLostError if this rank fails where the others wait.
     """
     size = vllm_config.parallel_config.pipeline_parallel_size
     if size == 1:
@@ -97,10 +102,14 @@ def gather(vllm_config: VllmConfig, own: KVCacheConfig) -> Stages | None:
     from vllm.distributed.parallel_state import get_pp_group
 
     found: list[Any] = [None] * size
+    ranks = get_pp_group().cpu_group
     try:
-        torch.distributed.all_gather_object(found, own, group=get_pp_group().cpu_group)
+        if machines(vllm_config) > 1:
+            torch.distributed.monitored_barrier(ranks, _PATIENCE)
+        torch.distributed.all_gather_object(found, own, group=ranks)
     except Exception as error:
         raise RankLostError(
-            "this rank failed where those of a pipeline tell their layers"
+            "this rank failed where those of a pipeline tell their layers: start vLLM with the "
+            "same --kv-transfer-config on every machine"
         ) from error
     return Stages(found)

@@ -40,10 +40,10 @@ from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made = KVCoreConnector.__new__(KVCoreConnector)
     made._scheduler, made._worker, made._offered = rig.side, None, {}
-    made._config, made._hooked, made._metrics = rig.config, False, Metrics()
+    made._config, made._hooks, made._metrics = rig.config, [], Metrics()
     made._waiting, made._pages, made._left, made._parted = [], [], "", None
-    made._taken = None, Promises()
-    made._stages, made._awaits_stages = None, False
+    made._taken, made._cold = (None, Promises()), None
+    made._stages, made._awaited = None, False
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
     made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
         kv_cache_groups=[group], num_blocks=8
@@ -252,7 +252,7 @@ def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans() -> N
     spec = SimpleNamespace(block_size=UNIT_TOKENS)
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[assignment]
-    alone = SimpleNamespace(tensor_parallel_size=1)
+    alone = SimpleNamespace(tensor_parallel_size=1, nnodes_within_dp=1)
     connector._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
     connector.register_kv_caches({})
     connector.handle_preemptions(KVCoreMetadata.of(StepPlan(async_loads=[("r", load_graph(1))])))
@@ -631,7 +631,9 @@ def test_every_rank_meets_the_others_before_blends_are_prepared(
     made = KVCoreConnector.__new__(KVCoreConnector)
     made._config = load_config(overrides={"fusion": {"enabled": True}}, env={})
     made._model = None if trouble == "no model" else SimpleNamespace()  # type: ignore[assignment]
-    made._vllm_config, made._metrics = SimpleNamespace(), Metrics()  # type: ignore[assignment]
+    alone = SimpleNamespace(nnodes_within_dp=1)
+    made._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
+    made._metrics = Metrics()
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
         kv_cache_groups=[group], num_blocks=8

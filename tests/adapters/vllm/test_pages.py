@@ -66,7 +66,7 @@ def test_a_page_that_is_copied_from_needs_no_fence(side: Leader) -> None:
 
 
 def vllm_config(**fields: Any) -> Any:
-    parallel = SimpleNamespace(nnodes=1, pipeline_parallel_size=1, tensor_parallel_size=1)
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=1)
     return SimpleNamespace(parallel_config=parallel, speculative_config=None, **fields)
 
 

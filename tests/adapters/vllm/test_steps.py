@@ -43,7 +43,7 @@ def test_only_for_hooks_v2_is_told_to_call_before_the_forward(hooked: bool, v2: 
     """V2 names the requests of the forward in that call. It costs time in every step."""
     connector = KVCoreConnector.__new__(KVCoreConnector)
     told: Any = SimpleNamespace(build_connector_meta=lambda output: output, last_plan=None)
-    connector._scheduler, connector._hooked = told, hooked
+    connector._scheduler, connector._hooks = told, ["a plugin's"] * hooked
     connector._waiting, connector._pages = [], []
     connector._taken = None, Promises()
     connector._vllm_config = SimpleNamespace(use_v2_model_runner=v2)  # type: ignore[assignment]

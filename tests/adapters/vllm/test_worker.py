@@ -84,7 +84,7 @@ def test_a_forward_is_timed_until_model_runner_v2_says_that_it_is_launched(
     worker: WorkerConnector,
 ) -> None:
     connector = KVCoreConnector.__new__(KVCoreConnector)
-    connector._worker = WorkerGuard(worker)
+    connector._worker, connector._cold = WorkerGuard(worker), None
     connector.handle_preemptions(KVCoreMetadata.of(StepPlan(timed=5)))
     connector.finish_forward()
     time.sleep(0.2)  # V2 samples here

@@ -41,6 +41,7 @@ class Driver(EngineDriver):
     def __init__(self) -> None:
         super().__init__()
         self._engine: Any = None
+        self._far: Any = None
         self._asks = False
         self._loras: dict[str, int] = {}
 
@@ -63,6 +64,9 @@ class Driver(EngineDriver):
         On a CPU, steps are scheduled asynchronously only if ``asynchronous`` is true, and graphs
         are split only if ``piecewise`` is. ``steps`` is the path of a file for the order of the
         scheduler's calls (`kvcore_vllm.testing.rig`).
+
+        With a ``node_rank`` above 0, only the ranks of that machine are started, as by ``vllm serve
+        --headless``. They take no calls, and end with `shutdown`, whatever the first machine does.
         """
         if Path(model).is_dir():
             os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
@@ -79,7 +83,8 @@ class Driver(EngineDriver):
             else:
                 os.environ.setdefault(SPACE_VARIABLE, str(KV_ON_A_CPU >> 30))
             sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-            _bind_threads(math.prod(int(engine_args.get(size, 1)) for size in sizes))
+            ranks = math.prod(int(engine_args.get(size, 1)) for size in sizes)
+            _bind_threads(ranks // int(engine_args.get("nnodes", 1)))
             rig.keep(asynchronous, piecewise)
         if kvcore is not None:
             self._asks = True
@@ -90,13 +95,19 @@ class Driver(EngineDriver):
             }
         engine_args.setdefault("worker_extension_cls", "kvcore_vllm.testing.rig.InWorker")
         arguments = AsyncEngineArgs(model=model, **_with_own_types(engine_args))
-        settings = arguments.create_engine_config()
+        far = engine_args.get("node_rank", 0) > 0
+        settings = arguments.create_engine_config(headless=far)
         if steps is not None:
             rig.record(settings, steps)
         if current_platform.is_cpu():
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
             if start_method == "fork":
                 _keep_frozen()
+        if far:
+            from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+            self._far = MultiprocExecutor(settings, monitor_workers=False)
+            return {"engine": "vllm", "version": vllm.__version__}
         self._engine = AsyncLLM.from_vllm_config(settings)
         [runner, *_] = await self._engine.collective_rpc("kvcore_runner")
         [pieces, *_] = await self._engine.collective_rpc("kvcore_pieces")
@@ -181,6 +192,9 @@ class Driver(EngineDriver):
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.shutdown(timeout=SHUTDOWN_S)
+        if self._far is not None:
+            far, self._far = self._far, None
+            far.shutdown()
 
 
 class _Collected:

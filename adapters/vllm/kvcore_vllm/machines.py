@@ -1,0 +1,129 @@
+"""What an engine needs whose ranks are on several machines (vLLM's ``--nnodes``).
+
+On one machine vLLM hands its settings to every rank. On several, each machine has a command line
+and an environment of its own. It may have other settings, another kvcore, or none. A rank without
+kvcore would never end a load, and one with other blocks would read another slot's bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import kvcore
+from kvcore.config import Config
+from kvcore.errors import UnsupportedError
+from kvcore.model.spec import ModelDescription
+from kvcore.runtime.build import load_plugins
+from kvcore.runtime.tiers import DISK
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Terms", "check_terms", "machines", "terms_of", "usable"]
+
+_log = logging.getLogger("kvcore.vllm")
+
+_SECTIONS = ("block", "namespace", "host", "points", "transfer", "fusion", "vllm")
+"""The tables of settings by which ranks and leader must go alike.
+
+Of ``[tiers]`` these are the names, plugins and capacities. Options may name a machine's own
+addresses: what one rank does not find where another has stored it is a miss.
+"""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a rank goes by, as a digest for each part."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+def machines(vllm_config: VllmConfig) -> int:
+    """Return how many machines hold the ranks of one replica of the model."""
+    return int(vllm_config.parallel_config.nnodes_within_dp)
+
+
+def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
+    """Return the settings that can be followed where the ranks are.
+
+    On several machines tiers on a disk are off; ``tell`` says whether to log that. Raises
+    UnsupportedError if a server is to hold the KV of ranks on several machines, and ConfigError
+    for a tier whose plugin there is not.
+    """
+    count = machines(vllm_config)
+    if count == 1:
+        return config
+    if config.server.address is not None:
+        raise UnsupportedError(
+            f"ranks on {count} machines behind a server (server.address): a server shares its "
+            "memory with ranks of its own machine only, and servers do not agree on their slots. "
+            "Leave the address away: each rank then has host memory of its own"
+        )
+    plugins = load_plugins(config)
+    local = {n for n, tier in config.tiers.items() if plugins.tier(tier.plugin).medium == "disk"}
+    off = sorted(local | ({DISK} if config.disk.path is not None else set()))
+    if tell and off:
+        _log.warning(
+            "the tier %s is off: the leader scans, sizes and clears a disk's files for all ranks, "
+            "and cannot reach those of ranks on other machines (there are %d machines); use a "
+            "remote store, such as a folder that all machines share (plugin files)",
+            ", ".join(off),
+            count,
+        )
+    disk = config.disk.model_copy(update={"path": None})
+    tiers = {name: tier for name, tier in config.tiers.items() if name not in local}
+    return config.model_copy(update={"disk": disk, "tiers": tiers})
+
+
+def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ()) -> Terms:
+    """Return what leader and ranks must have in common.
+
+    ``hooks`` are the identities of the plugins that change attention. The fingerprint of the model
+    is left out: it is the leader's that counts, and a rank's may differ.
+    """
+    tiers = {name: (tier.plugin, tier.capacity) for name, tier in config.tiers.items()}
+    parts: dict[str, Any] = {name: getattr(config, name).model_dump() for name in _SECTIONS}
+    parts |= {
+        "tiers": sorted(tiers.items()),
+        "attention plugins": sorted(hooks),
+        "the model's cache": repr(replace(model, fingerprint=b"", alone=())),
+        "kvcore's version": kvcore.__version__,
+    }
+    return Terms({name: _digest(part) for name, part in parts.items()})
+
+
+def _digest(part: Any) -> str:
+    text = json.dumps(part, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def check_terms(
+    own: Terms, found: Mapping[tuple[int, int], object], stages: int, tensor_ranks: int
+) -> None:
+    """Raise UnsupportedError unless every rank has the terms ``own``.
+
+    ``found`` has what vLLM was told by each rank, by (stage, tensor-parallel rank).
+    """
+    for stage, rank in product(range(stages), range(tensor_ranks)):
+        told = found.get((stage, rank))
+        which = f"rank {stage * tensor_ranks + rank} of {stages * tensor_ranks}"
+        if not isinstance(told, Terms):
+            raise UnsupportedError(
+                f"{which} does not serve kvcore, on an engine over several machines: start vLLM "
+                "with the same --kv-transfer-config on every machine, and with KVCoreConnector "
+                "alone, not in a MultiConnector; the log of its machine may say more"
+            )
+        parts = own.parts.keys() | told.parts.keys()
+        other = sorted(name for name in parts if own.parts.get(name) != told.parts.get(name))
+        if other:
+            raise UnsupportedError(
+                f"{which} goes by other settings than the leader, on an engine over several "
+                f"machines: {', '.join(other)}. Give every machine the same ones; only "
+                "[tiers.NAME.options] may differ"
+            )

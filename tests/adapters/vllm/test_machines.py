@@ -1,0 +1,232 @@
+"""Ranks on several machines: what they must have in common, and what is off there.
+
+The engine itself, on two hosts: tests/integration/hosts/test_vllm_machines.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+import kvcore_vllm.connector
+from kvcore.config import Config, load_config
+from kvcore.errors import ConfigError, UnsupportedError
+from kvcore.harness.models import tiny_model
+from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.machines import Terms, check_terms, machines, terms_of, usable
+from kvcore_vllm.messages import KVCoreMetadata, StepPlan
+from support.vllm_leader import MODEL
+
+STORE = {"plugin": "memory-store", "capacity": "1MiB", "options": {"name": "here"}}
+SETTINGS: dict[str, Any] = {"host": {"capacity": "1MiB"}, "tiers": {"far": STORE}}
+
+
+@cache
+def vllm_config() -> Any:
+    model = tiny_model("llama", layers=2, heads=4, kv_heads=2, head_dim=64)
+    return EngineArgs(str(model), dtype="float32", enforce_eager=True).create_engine_config()
+
+
+def over(count: int, settings: dict[str, Any] | None = None, **parallel: Any) -> Any:
+    """vLLM's config of two ranks on so many machines."""
+    made = copy(vllm_config())
+    made.kv_transfer_config = KVTransferConfig(
+        kv_connector="KVCoreConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=SETTINGS if settings is None else settings,
+    )
+    made.parallel_config = copy(made.parallel_config)
+    parallel = {"nnodes": count, "tensor_parallel_size": 2, "world_size": 2, **parallel}
+    for name, value in parallel.items():
+        setattr(made.parallel_config, name, value)
+    return made
+
+
+def config(**tables: Any) -> Config:
+    return load_config(None, {**SETTINGS, **tables})
+
+
+# -- what is off --------------------------------------------------------------------------------
+
+
+def test_a_replica_of_data_parallelism_has_its_own_machines() -> None:
+    assert machines(over(1)) == 1
+    assert machines(over(2)) == 2
+    apart = {"data_parallel_size": 2, "data_parallel_size_local": 1}
+    assert machines(over(2, **apart)) == 1
+    assert machines(over(4, **apart)) == 2
+
+
+def test_disks_are_off_with_one_line_and_other_tiers_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cold = {"plugin": "disk", "capacity": "1MiB", "options": {"path": "/kv/cold"}}
+    given = config(disk={"path": "/kv/disk"}, tiers={"far": STORE, "cold": cold})
+    one, several = over(1), over(2)
+    caplog.clear()
+    assert usable(given, one, tell=True) is given
+    assert not caplog.records
+    found = usable(given, several, tell=True)
+    assert found.disk.path is None
+    assert found.tiers == {"far": given.tiers["far"]}
+    assert found.host == given.host
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the tier cold, disk is off: ")
+    assert usable(given, several, tell=False) == found, "leader and ranks have the same slots"
+    assert len(caplog.records) == 1
+
+
+def test_a_server_is_refused_by_name() -> None:
+    given = config(server={"address": "ipc:///run/kvcore/kvcore.sock"})
+    assert usable(given, over(1), tell=True) is given
+    with pytest.raises(UnsupportedError, match=r"2 machines behind a server \(server\.address\)"):
+        usable(given, over(2), tell=True)
+
+
+# -- the terms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tables", "name"),
+    [
+        ({"block": {"tokens": 32}}, "block"),
+        ({"host": {"capacity": "2MiB"}}, "host"),
+        ({"transfer": {"batch_blocks": 3}}, "transfer"),
+        ({"namespace": {"secret": "s" * 40}}, "namespace"),
+        ({"fusion": {"enabled": True}}, "fusion"),
+        ({"vllm": {"windows": "dense"}}, "vllm"),
+        ({"tiers": {}}, "tiers"),
+        ({"tiers": {"far": {**STORE, "capacity": "2MiB"}}}, "tiers"),
+    ],
+)
+def test_other_settings_are_named(tables: dict[str, Any], name: str) -> None:
+    own, other = terms_of(config(), MODEL), terms_of(config(**tables), MODEL)
+    with pytest.raises(UnsupportedError, match=rf"rank 1 of 2 goes by .* machines: {name}\. Give"):
+        check_terms(own, {(0, 0): own, (0, 1): other}, 1, 2)
+
+
+def test_another_model_or_plugin_is_named() -> None:
+    own = terms_of(config(), MODEL)
+    others = terms_of(config(), replace(MODEL, world_size=2), ["sparse 1.0"])
+    with pytest.raises(UnsupportedError, match=": attention plugins, the model's cache"):
+        check_terms(own, {(0, 0): own, (1, 0): others}, 2, 1)
+
+
+def test_what_a_machine_may_have_of_its_own() -> None:
+    """Addresses of stores, and the identity of a model that changes while it is loaded."""
+    options = {"tiers": {"far": {**STORE, "options": {"name": "there"}}}}
+    own, other = terms_of(config(), MODEL), terms_of(config(**options), MODEL)
+    loaded = terms_of(config(), replace(MODEL, fingerprint=b"other"))
+    assert own == other == loaded == pickle.loads(pickle.dumps(own))
+    check_terms(own, {(0, 0): other, (0, 1): loaded}, 1, 2)
+
+
+@pytest.mark.parametrize("told", [{}, {(0, 0): Terms()}, {(0, 1): "another connector's"}])
+def test_a_rank_that_says_nothing_is_named(told: dict[Any, Any]) -> None:
+    own = terms_of(config(), MODEL)
+    with pytest.raises(UnsupportedError, match="rank 1 of 2 does not serve kvcore"):
+        check_terms(own, {(0, 0): own, **told} | {(0, 0): own}, 1, 2)
+
+
+# -- the connector ------------------------------------------------------------------------------
+
+
+def caches() -> KVCacheConfig:
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(2)]
+    groups = [KVCacheGroupSpec(names, spec)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def side(vllm_config: Any, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> KVCoreConnector:
+    return KVCoreConnector(vllm_config, role, caches())
+
+
+def terms_from(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a rank with that config tells."""
+    rank = side(vllm_config, KVConnectorRole.WORKER)
+    monkeypatch.setattr(kvcore_vllm.connector, "get_kv_transfer_group", lambda: rank)
+    return rank.get_handshake_metadata()
+
+
+def test_the_leader_starts_when_all_ranks_go_by_its_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, pool = side(over(2)), SimpleNamespace(cached_block_hash_to_block={})
+    connector.bind_gpu_block_pool(pool)  # type: ignore[arg-type]
+    assert connector._scheduler is None, "a rank may yet have other settings"
+    assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)  # type: ignore[arg-type]
+    terms = terms_from(over(2), monkeypatch)
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): terms, (0, 1): terms})
+    leader = connector._scheduler
+    assert leader is not None
+    assert leader._prefixes is not None, "vLLM named its pages before"
+    connector.set_xfer_handshake_metadata_pp_aware({})
+    assert connector._scheduler is leader, "vLLM wakes up, and asks again"
+    connector.shutdown()
+
+
+@pytest.mark.parametrize("other", [None, {**SETTINGS, "block": {"tokens": 32}}])
+def test_without_agreement_there_is_no_leader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, other: Any
+) -> None:
+    connector, told = side(over(2)), {(0, 0): terms_from(over(2), monkeypatch)}
+    if other is not None:
+        told[0, 1] = terms_from(over(2, other), monkeypatch)
+    caplog.clear()
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    assert connector._scheduler is None
+    [line] = [r.getMessage() for r in caplog.records if "stands aside" in r.getMessage()]
+    assert "rank 1 of 2" in line
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    assert sum("stands aside" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_wrong_settings_of_the_leader_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one machine, where vLLM makes the leader at once."""
+    wrong = {**SETTINGS, "host": {"capacity": "1MiB", "policy": "none such"}}
+    with pytest.raises(ConfigError):
+        side(over(1, wrong))
+    connector, terms = side(over(2, wrong)), terms_from(over(2, wrong), monkeypatch)
+    with pytest.raises(ConfigError):
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): terms, (0, 1): terms})
+
+
+def test_on_one_machine_and_behind_another_connector_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's MultiConnector would tell it in place of what the other connectors say."""
+    assert terms_from(over(1), monkeypatch) is None
+    rank = side(over(2), KVConnectorRole.WORKER)
+    assert rank.get_handshake_metadata() is None
+    leader = side(over(1))
+    assert leader._scheduler is not None
+    leader.set_xfer_handshake_metadata_pp_aware({})
+    assert leader._scheduler is not None
+    leader.shutdown()
+
+
+def test_blends_are_prepared_with_the_first_plan() -> None:
+    """It is a collective: a rank with other settings would not come, and would not get a plan."""
+    done: list[str] = []
+    connector = KVCoreConnector.__new__(KVCoreConnector)
+    cold: Any = "this rank's worker"
+    connector._cold, connector._warm_up = cold, done.append  # type: ignore[method-assign, assignment]
+    worker = SimpleNamespace(
+        count_on=lambda promises: None, begin=lambda metadata: done.append("begin")
+    )
+    connector._worker = worker  # type: ignore[assignment]
+    connector.handle_preemptions(KVCoreMetadata())
+    assert done == ["begin"]
+    for _ in range(2):
+        connector.handle_preemptions(KVCoreMetadata.of(StepPlan(number=1)))
+    assert done == ["begin", cold, "begin", "begin"]
