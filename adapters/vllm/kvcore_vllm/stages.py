@@ -102,8 +102,8 @@ def gather(vllm_config: VllmConfig, own: KVCacheConfig) -> Stages | None:
     from vllm.distributed.parallel_state import get_pp_group
 
     found: list[Any] = [None] * size
-    ranks = get_pp_group().cpu_group
     try:
+        ranks = get_pp_group().cpu_group
         if machines(vllm_config) > 1:
             torch.distributed.monitored_barrier(ranks, _PATIENCE)
         torch.distributed.all_gather_object(found, own, group=ranks)

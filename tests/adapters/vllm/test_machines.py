@@ -164,7 +164,6 @@ def test_the_leader_starts_when_all_ranks_go_by_its_terms(monkeypatch: pytest.Mo
     connector, pool = side(over(2)), SimpleNamespace(cached_block_hash_to_block={})
     connector.bind_gpu_block_pool(pool)  # type: ignore[arg-type]
     assert connector._scheduler is None, "a rank may yet have other settings"
-    assert connector.get_num_new_matched_tokens(SimpleNamespace(), 0) == (0, False)  # type: ignore[arg-type]
     terms = terms_from(over(2), monkeypatch)
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): terms, (0, 1): terms})
     leader = connector._scheduler

@@ -33,12 +33,13 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm import connector as connector_module
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.describe import describe
+from kvcore_vllm.handshake import Told
 from kvcore_vllm.stages import Stages, gather
 from support.vllm_configs import changed
 
 STEP = 128
 Specs = dict[str, Any]
-Told = tuple[Any, list[KVCacheConfig]]
+Made = tuple[Any, list[KVCacheConfig]]
 
 
 @cache
@@ -228,7 +229,7 @@ def rank_config(rank: int, stages: int = 2) -> Any:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Told:
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     """The connectors of two ranks, which were told of each other, and what vLLM told them."""
     told = planned(model_of("sfsfsf"), ranges(0, 3, 6), rank_config(0))
     monkeypatch.setattr(connector_module, "gather", lambda config, own: Stages(told))
@@ -243,11 +244,11 @@ def leading(told: list[KVCacheConfig]) -> Any:
     return KVCoreConnector(rank_config(0), KVConnectorRole.SCHEDULER, own)
 
 
-def test_the_first_rank_tells_the_leader_before_the_first_request(made: Told) -> None:
+def test_the_first_rank_tells_the_leader_before_the_first_request(made: Made) -> None:
     ranks, told = made
     spoken = [rank.get_handshake_metadata() for rank in ranks]
     assert spoken[1] is None, "other connectors of vLLM take no word of later stages"
-    assert isinstance(spoken[0], Stages)
+    assert isinstance(spoken[0], Told)
     leader, pool = leading(told), SimpleNamespace(cached_block_hash_to_block={})
     assert leader._scheduler is None
     leader.bind_gpu_block_pool(pool)
@@ -259,7 +260,7 @@ def test_the_first_rank_tells_the_leader_before_the_first_request(made: Told) ->
 
 @pytest.mark.parametrize("said", [{}, {0: KVConnectorHandshakeMetadata()}])
 def test_a_leader_that_is_told_nothing_stands_aside(
-    made: Told, said: Mapping[int, Any], caplog: pytest.LogCaptureFixture
+    made: Made, said: Mapping[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     leader = leading(made[1])
     leader.set_xfer_handshake_metadata(said)
@@ -271,18 +272,18 @@ def test_a_leader_that_is_told_nothing_stands_aside(
 
 
 def test_stages_that_are_not_served_are_told_by_one_line(
-    made: Told, caplog: pytest.LogCaptureFixture
+    made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, told = made
     leader = leading(told)
-    leader.set_xfer_handshake_metadata({0: Stages([told[0], KVCacheConfig(8, [], [])])})
+    leader.set_xfer_handshake_metadata({0: Told(Stages([told[0], KVCacheConfig(8, [], [])]))})
     assert leader._scheduler is None
     assert caplog.text.count("kvcore stands aside") == 1
     assert "Traceback" not in caplog.text
 
 
 def test_a_rank_that_cannot_tell_the_others_ends_the_engine(
-    made: Told, monkeypatch: pytest.MonkeyPatch
+    made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for it. Here there is no group of ranks at all."""
     monkeypatch.setattr(connector_module, "gather", gather)
@@ -291,7 +292,7 @@ def test_a_rank_that_cannot_tell_the_others_ends_the_engine(
     assert gather(vllm_config(1), made[1][0]) is None
 
 
-def test_wrong_settings_end_the_start(made: Told, tmp_path: Path) -> None:
+def test_wrong_settings_end_the_start(made: Made, tmp_path: Path) -> None:
     leader = leading(made[1])
     host = leader._config.host.model_copy(update={"policy": "nobody's"})
     leader._config = leader._config.model_copy(update={"host": host})
