@@ -136,8 +136,8 @@ class ModelDescription:
                     f"resume points in rows of {row} bytes, and blocks of {given} bytes on rank "
                     f"{rank}: kvcore serves them on ranks with equal parts of a block"
                 )
-        own = bool(point.states or point.windows)
-        if own and len(set(map(self.part, range(self.world_size)))) < self.world_size:
+        apart = bool(point.states or point.windows)
+        if apart and len(set(map(self.part, range(self.world_size)))) < self.world_size:
             raise LayoutError(
                 f"resume points of {self.world_size} ranks, some of which have the same part of a "
                 "block: each has states or windows of its own, and stores tell ranks apart by it"
