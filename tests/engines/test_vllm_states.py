@@ -109,7 +109,7 @@ KINDS = {
     "gemma4-ranks": Kind("gemma4", 128, {"tensor_parallel_size": 2}),
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
-ONES = ("lfm2-windows", "lfm2-stages", "gpt_oss", "gpt_oss-stages")
+ONES = ("lfm2", "lfm2-stages", "gpt_oss", "gpt_oss-stages")
 DAILY = ("lfm2-windows", "gemma4", "deepseek_v4")
 """Groups of states, of windows and of attention; windows of unlike heads; pages of vLLM's own."""
 
@@ -452,7 +452,7 @@ def test_preempted_requests_go_on(kind: Kind, tmp_path: Path) -> None:
     prompts = [prompt(70 + i, 600) for i in range(6)]
     with started(kind, tmp_path) as process:
         cold = answers(process, prompts, max_tokens=200)
-    pages = 36 if kind.arch == "lfm2" else 40
+    pages = 24 if kind.arch == "lfm2" else 40
     with started(kind, tmp_path / "less", num_gpu_blocks_override=pages) as process:
         for _ in range(2):
             got = answers(process, prompts, batch=6, max_tokens=200)
