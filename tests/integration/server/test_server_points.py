@@ -22,6 +22,7 @@ from kvcore.errors import FormatError, LayoutError, TierUnavailable, Unsupported
 from kvcore.manager import Hit, Manager
 from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.packed import PackedPages
 from kvcore.model.points import PointCounts, PointShape, StateGroup, WindowGroup, over_stages
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -383,6 +384,18 @@ def test_points_that_cannot_be_are_refused(points: m.Points) -> None:
 def test_ranks_that_keep_the_same_heads_have_no_room_for_their_rows(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"server\.address.*same heads"):
         build_leader(settings(folder), model(ranks=2, heads=1), Outbox())
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, ()), (2, ((0, 1), (1, 2)))])
+def test_pages_of_several_ranks_or_stages_are_not_served(
+    folder: Path, ranks: int, stages: tuple[tuple[int, int], ...]
+) -> None:
+    """A server cuts blocks evenly by layers."""
+    packed = PackedPages(BLOCK, (40, 9))
+    shape, groups = packed.shape(BLOCK, 1 if stages else ranks, stages), GROUPS[:1]
+    several = ModelDescription(shape, groups, b"f", ranks, stages=stages, packed=packed)
+    with pytest.raises(UnsupportedError, match=r"own format on 2 ranks.*server\.address"):
+        build_leader(settings(folder), several, Outbox())
 
 
 def test_a_chain_that_ends_before_its_point_is_not_loaded(
