@@ -160,7 +160,6 @@ PROBES = (
                 "enable_sleep_mode",
                 "get_hidden_size",
                 "get_sliding_window",
-                "get_total_num_hidden_layers",
                 "get_total_num_kv_heads",
                 "hf_config",
                 "hf_config_path",

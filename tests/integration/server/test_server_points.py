@@ -405,6 +405,18 @@ def test_ranks_that_keep_the_same_heads_have_no_room_for_their_rows(folder: Path
         build_leader(settings(folder), alike, Outbox())
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(2, ()), (2, ((0, 1), (1, 2)))])
+def test_pages_of_several_ranks_or_stages_are_not_served(
+    folder: Path, ranks: int, stages: tuple[tuple[int, int], ...]
+) -> None:
+    """A server cuts blocks evenly by layers."""
+    packed = PackedPages(BLOCK, (40, 9))
+    shape, groups = packed.shape(BLOCK, 1 if stages else ranks, stages), GROUPS[:1]
+    several = ModelDescription(shape, groups, b"f", ranks, stages=stages, packed=packed)
+    with pytest.raises(UnsupportedError, match=r"own format on 2 ranks.*server\.address"):
+        build_leader(settings(folder), several, Outbox())
+
+
 def test_a_chain_that_ends_before_its_point_is_not_loaded(
     folder: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine]
 ) -> None:
