@@ -137,8 +137,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Tiered KV offload for vLLM.
 
     Settings come from ``kv_connector_extra_config``, the environment and the file that
-    ``KVCORE_CONFIG`` names. vLLM documents when it calls each method. In a pipeline, the connector
-    of the scheduler serves nothing until `set_xfer_handshake_metadata` tells it of all stages.
+    ``KVCORE_CONFIG`` names. vLLM documents when it calls each method. In a pipeline, and over
+    several machines, the connector of the scheduler serves nothing until the ranks have told it
+    what they know (`kvcore_vllm.handshake`).
     """
 
     def __init__(
