@@ -426,6 +426,7 @@ def only_one(kind: Kind, states: str = "lfm2") -> None:
         pytest.skip("one kind with states and one with windows are enough")
 
 
+@pytest.mark.exhaustive  # without an engine: integration/server/test_server_points.py
 def test_stages_keep_what_their_own_layers_have(tmp_path: Path) -> None:
     """One stage has more attention, the other more states. Each part of a point is needed."""
     kind = KINDS["lfm2-stages"]

@@ -268,13 +268,17 @@ def _bind_threads(ranks: int) -> None:
 
     By default vLLM's CPU build reserves a core for its front end, and one for each rank if there is
     a connector. On two cores it then refuses to start two ranks. One rank computes on one core
-    without a connector and on two with one, so the two could not be compared.
+    without a connector and on two with one, so the two could not be compared. Ranks that are more
+    than the cores share them all.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [cores[rank::ranks] for rank in range(ranks)]
     if all(shares):
         bind = "|".join(",".join(map(str, share)) for share in shares)
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
+    else:
+        bind = "nobind"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
 
 
 def _keep_frozen() -> None:
