@@ -191,7 +191,7 @@ def test_without_agreement_there_is_no_leader(
 
 
 def test_wrong_settings_of_the_leader_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on one machine, where vLLM makes the leader at once."""
+    """The leader starts later than on one machine, and still ends the start of vLLM."""
     wrong = {**SETTINGS, "host": {"capacity": "1MiB", "policy": "none such"}}
     with pytest.raises(ConfigError):
         side(over(1, wrong))

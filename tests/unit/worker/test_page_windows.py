@@ -45,7 +45,7 @@ TOKENS, PAGES, SLOTS, WAIT = 64, 20, 32, 60.0
 PAGING = Paging(GROUPS, BLOCK, no_page=-1, point=POINT)
 STAGES = ((0, 1), (1, 2))
 STAGED = PACKED.shape(BLOCK, 1, STAGES)
-"""As the first of two stages needs it, which has the larger cache of blocks, and ``a``."""
+"""A block is as wide as the first of two stages needs it, whose cache is the larger one."""
 IN_STAGES = over_stages(POINT, [{"a"}, {"b", "c"}], [STAGED.nbytes // 2] * 2)
 
 
