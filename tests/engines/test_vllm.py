@@ -40,6 +40,7 @@ pytestmark = pytest.mark.engine
 BLOCK_NBYTES = 4 * 2 * 2 * 64 * 16 * 4
 """Layers x heads x k/v x dim x tokens x bytes of the small model's blocks of 16."""
 TP2 = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+EVERY_SIZE = ("ranks", "one", "stages", "ranks", "one")
 
 
 @pytest.fixture(scope="module")
@@ -390,7 +391,12 @@ def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
         assert all(g.tiers.get("disk", 0) >= len(p) - 16 for g, p in zip(got, prompts, strict=True))
 
 
-def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "order", [("one", "ranks", "stages"), pytest.param(EVERY_SIZE, marks=pytest.mark.exhaustive)]
+)
+def test_ranks_and_stages_read_what_the_others_wrote(
+    order: tuple[str, ...], tmp_path: Path
+) -> None:
     """Two ranks save and load their own heads, two stages their own layers, of which one has two
     and the other one. Each engine reads from disk what those before it wrote."""
     tiny = tiny_model("llama", layers=3, heads=4, kv_heads=2)
@@ -405,14 +411,11 @@ def test_ranks_and_stages_read_what_the_others_wrote(tmp_path: Path) -> None:
         at_one = answers(process, prompts)
     with engine(tiny, None, TP2, enable_prefix_caching=False, **ranks) as process:
         at_two = answers(process, prompts)
+    sizes = {"one": ({}, at_one), "ranks": (ranks, at_two), "stages": (stages, at_one)}
     before = 0
-    for size, upto, right in (
-        (ranks, 3, at_two),
-        ({}, 6, at_one),
-        (stages, 9, at_one),
-        (ranks, 9, at_two),
-        ({}, 9, at_one),
-    ):
+    for number, name in enumerate(order, 1):
+        size, right = sizes[name]
+        upto = min(3 * number, len(prompts))
         with engine(tiny, kvcore, TP2, **size) as process:
             found = answers(process, prompts[:before], batch=2)
             assert_same_answers(found, right[:before])
@@ -435,6 +438,7 @@ def assert_all_whole(
         assert answer.tiers.get(tier, 0) >= len(prompt) - 16, answer.kvcore
 
 
+@pytest.mark.exhaustive
 def test_sliding_window_beside_full_attention(tmp_path: Path) -> None:
     """Blocks keep both. Pages out of the window are dropped by the engine, and not missed."""
     tiny = tiny_model("gemma3")

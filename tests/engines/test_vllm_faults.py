@@ -4,9 +4,9 @@ Many faults strike in each run, over a disk: an engine does not see from which t
 With asynchronous scheduling on Model Runner V1, all of them do. With synchronous scheduling, where
 loads are part of a step, and on Model Runner V2, whose steps are slow in Triton's interpreter, a
 covering set does: each configuration meets each kind of request and each family of faults once.
-Aborts and clears on Model Runner V2 are left out, for they take the most steps. `make test-all`
-runs the faults one by one in each configuration, over a store too, and kills engines while they
-write; in `make test` SGLang has a store and is killed (test_sglang_faults.py).
+On Model Runner V2 aborts and clears are left out, for they take the most steps, and what comes
+late. `make test-all` runs the faults one by one in each configuration, over a store too, and kills
+engines while they write; in `make test` SGLang has a store and is killed (test_sglang_faults.py).
 The matrix with every pair of fault and seam is the reference engine's
 (tests/unit/testing/test_fault_matrix.py).
 """
@@ -41,12 +41,15 @@ def seen(cell: Cell) -> bool:
 
 
 LEFT_OUT = {("v2", "aborting"), ("v2", "clearing")}
+SAME_ON_V2 = ("late", "hanging-read")
+"""Families that Model Runner V2 does not see: a load that is given up is one that failed."""
 CHOSEN = covering(
     [
         (runs, *key)
         for runs in ("sync", "v2")
         for key, cell in CELLS.items()
         if seen(cell) and (runs, cell.by) not in LEFT_OUT
+        if runs != "v2" or cell.family not in SAME_ON_V2
     ],
     given=[("async", *key) for key in CELLS],
 )

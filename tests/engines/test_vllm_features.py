@@ -136,6 +136,7 @@ def slow(seconds: float) -> Rule:
     return Rule(Fault.LATENCY, Seam.TIER_READ, seconds=seconds)
 
 
+@pytest.mark.exhaustive
 def test_aborts_while_loads_are_under_way(
     reference: Reference, documents: list[list[int]], shelf: Shelf
 ) -> None:
@@ -181,6 +182,7 @@ def test_blocks_that_cannot_be_read_are_computed_again(
     shelf.comes_back(documents, "errors")
 
 
+@pytest.mark.exhaustive
 def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
     reference: Reference, model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:
@@ -199,7 +201,13 @@ def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
 DIES = tuple(Rule(Fault.ERROR, seam, skip=40) for seam in (Seam.TIER_READ, Seam.TIER_WRITE))
 
 
-@pytest.mark.parametrize("fault", [DIES, (slow(6.0),)], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(DIES, id="dies", marks=pytest.mark.exhaustive),
+        pytest.param((slow(6.0),), id="hangs"),
+    ],
+)
 def test_a_dead_tier_costs_time_not_answers(
     reference: Reference,
     documents: list[list[int]],
@@ -262,6 +270,7 @@ def lookup(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
         yield made
 
 
+@pytest.mark.exhaustive
 def test_speculation_by_lookup_is_left_correct(
     model: Path,
 ) -> None:
@@ -287,6 +296,7 @@ def test_speculation_by_lookup_is_left_correct(
         assert drafted > accepted, "nothing was guessed wrongly: this shows nothing"
 
 
+@pytest.mark.exhaustive
 def test_a_load_that_fails_under_speculation_is_computed(
     reference: Reference, documents: list[list[int]], lookup: Guessing
 ) -> None:

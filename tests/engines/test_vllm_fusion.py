@@ -338,6 +338,7 @@ def test_other_shapes_of_models(arch: str) -> None:
         assert any(a.token_ids != b.token_ids for a, b in zip(rough, expected, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_fusion_is_not_right_for_serves_exact_prefixes() -> None:
     other = tiny_model("gemma3", layers=2)
     chunks = windows(other, 4, 150, 200, seed=61)
@@ -403,6 +404,7 @@ def test_compiled(
         assert min(blended(got)) >= 400
 
 
+@pytest.mark.exhaustive
 def test_adapters(
     reference: Reference, model: Path, chunks: list[list[int]], tmp_path: Path
 ) -> None:
@@ -451,6 +453,7 @@ def test_a_blend_that_fails_is_computed_by_the_engine(
         assert "exact prefixes only" in process.log.read_text()
 
 
+@pytest.mark.exhaustive
 def test_blends_are_made_where_they_pay() -> None:
     """A blend that recomputes next to nothing is chosen unless what was measured speaks against
     it, one that recomputes next to everything is declined with a reason once it was tried; who asks

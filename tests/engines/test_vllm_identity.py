@@ -91,6 +91,7 @@ def test_eight_bit_formats_never_read_each_others_kv(
             assert counted(process, "kvcore_tier_used_bytes", tier="disk") > 0
 
 
+@pytest.mark.exhaustive
 def test_runs_that_differ_in_one_setting_find_nothing_of_each_other(
     model: Path, documents: list[list[int]], tmp_path: Path
 ) -> None:

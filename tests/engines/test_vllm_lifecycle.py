@@ -108,7 +108,7 @@ def test_an_error_in_any_call_ends_kvcore_and_not_vllm(errors: dict[str, Any], l
     wanted = {f"{owner}.{name}" for owner, names in CALLED.items() for name in names}
     others = {} if errors["everywhere"] else errors["between steps"] | errors["in the step"]
     assert wanted <= found.keys() | others.keys()
-    assert len(found) > 40
+    assert len(found) > (40 if errors["everywhere"] else 30)
     assert not [name for name, part in found.items() if not part["raised"]]
     stopped = {name for name in found if not name.startswith(HARMLESS)}
     assert not [name for name in stopped if not found[name]["why"]]

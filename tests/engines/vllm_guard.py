@@ -2,10 +2,10 @@
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise. The
 parts are found by looking at the classes: a method that is added later is planted too. A part
-raises instead of its work, or after it; and then the recovery from that raises as well. After each
-case kvcore starts anew. A case has its load in the step or between steps, whichever is its turn;
-with ``--all`` both, and more parts raise. Prints, by where the load was and by the part that
-failed, why kvcore stopped, and whether the answers were right, as JSON.
+raises instead of its work; and then the recovery from that raises as well. After each case kvcore
+starts anew. A case has its load in the step or between steps, whichever is its turn; with ``--all``
+both, and more parts raise, also after their work. Prints, by where the load was and by the part
+that failed, why kvcore stopped, and whether the answers were right, as JSON.
 
 With ``--start``, and groups of names with commas between them, the functions of a group in the
 connector's module raise at the start, and so does the sink of the metrics. Prints what was raised,
@@ -69,7 +69,7 @@ RECOVERY = {
 def cases(*, everywhere: bool) -> dict[str, list[Part]]:
     owners = (*OWNERS, *(SHARED if everywhere else ()))
     parts = [Part(KVCoreConnector, name) for name in methods(KVCoreConnector)]
-    parts += [part._replace(after=True) for part in parts]
+    parts += [part._replace(after=True) for part in parts if everywhere]
     parts += [Part(owner, name) for owner in owners for name in methods(owner)]
     parts += [Part(Leader, name) for name in LEADER] + [Part(Saves, "_computed")]
     parts += [Part(WorkerConnector, name) for name in WORKER]

@@ -104,7 +104,7 @@ def test_answers_are_hugging_faces(
         assert harness.table.available == harness.args.num_pages
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_chunked_prefill_and_eviction_change_nothing(
     folder: Path, model: Any, overlap: bool
 ) -> None:

@@ -377,6 +377,7 @@ def test_a_server_that_is_killed_in_the_middle_costs_recomputation(
     reuse_returns(a, b, plain)
 
 
+@pytest.mark.exhaustive
 def test_a_client_whose_memory_is_gone_costs_recomputation(
     start_server: Start, engines: Engines, plain: Plain, network: Network
 ) -> None:
@@ -435,6 +436,7 @@ def test_a_full_store_refuses_and_nobody_minds(
     assert sum(map(far, found)) < len(prompts) * LONG // 2, "5 MB in less than 3"
 
 
+@pytest.mark.exhaustive
 def test_a_full_mooncake_forgets_and_nobody_minds(
     start_server: Start, engines: Engines, plain: Plain, network: Network
 ) -> None:

@@ -292,8 +292,8 @@ def test_a_stopped_process_holds_nobody_up_and_resumes_from_all_that_is_held(
     stop(pid)
     n = 10
     while rig.told().get("dropped", 0) < 50_000:  # more than the socket holds
-        rig.store(*range(n, n + 10))
-        n += 10
+        rig.store(*range(n, n + 200))
+        n += 200
         assert n < 10_000_000, "what waits is not bounded"
     assert rig.told()["published"] == 3, "it was not stopped"
     os.kill(pid, signal.SIGCONT)

@@ -261,6 +261,7 @@ def test_invariant_on_a_real_model(name: str, real: World) -> None:
     CHECKS[name](real)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 def test_more_rows_are_no_worse_on_a_real_model(real: World) -> None:
     """Mean KL over a few prompts by ratio."""

@@ -62,6 +62,7 @@ def test_checkov_finds_no_fault_with_what_is_installed(tmp_path: Path) -> None:
     assert passed > 50 * len(VARIANTS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_checkov_finds_a_fault_where_there_is_one(tmp_path: Path) -> None:
     [engine] = [deepcopy(found) for found in rendered({}) if found["kind"] == "StatefulSet"]
