@@ -109,8 +109,8 @@ KINDS = {
     "gemma4-ranks": Kind("gemma4", 128, {"tensor_parallel_size": 2}),
     "gemma4-0.30": Kind("gemma4", 128, {}, python="vllm-0.30"),
 }
-DAILY = ("lfm2-windows", "deepseek_v4")
-"""Groups of states, of windows and of attention; pages of vLLM's own."""
+DAILY = ("lfm2-windows", "gemma4", "deepseek_v4")
+"""Groups of states, of windows and of attention; windows of unlike heads; pages of vLLM's own."""
 
 
 class Served(NamedTuple):

@@ -23,6 +23,7 @@ from kvcore_trtllm.testing.standins import (
     KvCacheConnectorScheduler,
     KvCacheConnectorWorker,
 )
+from support.pairs import paired
 from support.trtllm_harness import tokens
 
 pytestmark = pytest.mark.slow  # a model runs in the harness
@@ -90,9 +91,9 @@ def silent() -> Iterator[tuple[type, type]]:
 PROMPTS = [tokens(seed, count) for seed, count in enumerate((5, 40, 64, 97))]
 
 
-@pytest.mark.parametrize("order", ["HND", "NHD"])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "overlap", "order"), paired([1, 2], [False, True], ["HND", "NHD"])
+)
 def test_answers_are_hugging_faces(
     folder: Path, model: Any, ranks: int, overlap: bool, order: str
 ) -> None:
