@@ -335,26 +335,28 @@ class ServedPages(Pages):
         without: list[int] = []
         while todo:
             flights: list[_Flight] = []
-            while todo and (place := self._take_place(wait=not flights)) is not None:
-                planned = None
-                try:
-                    planned = plan(todo[0], place)
-                finally:
-                    if planned is None:
-                        self._give_place(place)
-                if planned is not None:
-                    flights.append(self._launch(planned, _Flight(todo.popleft(), place)))
-                elif flights:
-                    break
-                else:
-                    without.append(todo.popleft())
-            if not self._wait(flights):
-                return [*without, *todo]
-            for flight in flights:
-                try:
+            try:
+                while todo and (place := self._take_place(wait=not flights)) is not None:
+                    planned = None
+                    try:
+                        planned = plan(todo[0], place)
+                    finally:
+                        if planned is None:
+                            self._give_place(place)
+                    if planned is not None:
+                        flights.append(self._launch(planned, _Flight(todo.popleft(), place)))
+                    elif flights:
+                        break
+                    else:
+                        without.append(todo.popleft())
+                if not self._wait(flights):
+                    return [*without, *todo]
+                for flight in flights:
                     ended(flight)
-                finally:
-                    self._give_place(flight.place)
+            finally:
+                if self._wait(flights):  # after an error too, copies may go on until then
+                    for flight in flights:
+                        self._give_place(flight.place)
         return without
 
     def _wait(self, flights: Sequence[_Flight]) -> bool:
