@@ -37,8 +37,10 @@ from kvcore.memory.points import RawPages, StatePages, WindowPages
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime import build as runtime
 from kvcore.runtime.build import ManagerParts, WorkerParts
+from kvcore.runtime.page_store import Pages, open_pages
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Rates
+from kvcore.tiers.geometry import Geometry
 from kvcore.transfer.plan import layer_steps
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "build_fusion_scheduler",
     "build_fusion_worker",
     "build_leader",
+    "build_pages",
     "build_planner",
     "build_policy",
     "build_worker",
@@ -264,6 +267,19 @@ def build_worker(
     return runtime.build_worker(
         config, model, rank, views, served=served, states=states, windows=windows, pages=pages
     )
+
+
+def build_pages(config: Config, geometry: Geometry, identity: bytes, share: int = 1) -> Pages:
+    """Open an engine's own pages in the one backing tier of ``config``, or in its server. Blocks.
+
+    See `kvcore.runtime.page_store.open_pages` for the arguments and errors. A server's client
+    raises UnsupportedError if the server refuses it. If no server answers, it is joined later.
+    """
+    if config.server.address is None:
+        return open_pages(config, geometry, identity, share)
+    from kvcore.server.pages import join_pages
+
+    return join_pages(config, geometry.shape.nbytes, identity)
 
 
 def fusion_parts(config: Config, parts: WorkerParts) -> tuple[Selector, FusionOps]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvcore._util.threads import GuardedThread
 from kvcore.memory.buffers import Buffers
-from kvcore.runtime.page_store import PageCounts, PageStore
+from kvcore.runtime.page_store import PageCounts, Pages
 
 __all__ = ["BUFFER_NBYTES", "Ended", "PageJobs"]
 
@@ -84,7 +84,7 @@ class PageJobs:
 
     def __init__(
         self,
-        pages: PageStore,
+        pages: Pages,
         memory: npt.NDArray[np.uint8],
         deadline_s: float,
         *,
@@ -126,7 +126,7 @@ class PageJobs:
     def find(self, key: str) -> bool | None:
         """Return True if a page can be loaded, False if not, None if that is being asked.
 
-        It is False at the latest after `PageStore.lookup_s` seconds.
+        It is False at the latest after `Pages.lookup_s` seconds.
         """
         now = self._clock()
         with self._changed:

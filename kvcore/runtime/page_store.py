@@ -18,6 +18,7 @@ import hashlib
 import logging
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from kvcore import log
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.config import Config, load_config
 from kvcore.config.fields import DEFAULT
-from kvcore.config.schema_tiers import BackingConfig
+from kvcore.config.schema_tiers import DiskConfig, HostConfig, TierConfig
 from kvcore.errors import BlockMissing, ConfigError, CorruptBlock, TierError, TierUnavailable
 from kvcore.index import BlockIndex, Pin, Reservation
 from kvcore.memory.buffers import Buffers
@@ -36,11 +37,23 @@ from kvcore.tiers.base import BlockRead, BlockWrite, Tier
 from kvcore.tiers.finder import Finder
 from kvcore.tiers.geometry import Geometry
 
-__all__ = ["PageCounts", "PageStore", "ignored_settings", "open_pages", "page_settings"]
+__all__ = [
+    "PageCounts",
+    "PageStore",
+    "Pages",
+    "ignored_settings",
+    "named_backings",
+    "oldest_first",
+    "open_pages",
+    "page_key",
+    "page_settings",
+    "page_space",
+    "renewed",
+]
 
 _log = logging.getLogger("kvcore.pages")
 _Request = TypeVar("_Request")
-_Table = TypeVar("_Table", bound=BackingConfig)
+_Table = TypeVar("_Table", DiskConfig, HostConfig, TierConfig)
 
 
 class PageCounts(NamedTuple):
@@ -52,7 +65,94 @@ class PageCounts(NamedTuple):
     corrupt: int
 
 
-class PageStore:
+class Pages(ABC):
+    """Pages of one size under an engine's own keys. Thread-safe.
+
+    `PageStore` keeps them in a tier of this process, `kvcore.server.pages.ServedPages` in a server.
+    """
+
+    @property
+    @abstractmethod
+    def shared(self) -> bool:
+        """True if others write to the medium, so that `ask` may find what `holds` does not know."""
+
+    @property
+    @abstractmethod
+    def lookup_s(self) -> float:
+        """Seconds that are worth waiting for an answer of a shared medium."""
+
+    @property
+    @abstractmethod
+    def absent_s(self) -> float:
+        """Seconds for which a shared medium need not be asked again about what it lacks."""
+
+    @property
+    @abstractmethod
+    def space(self) -> bytes:
+        """What the keys mean now: `renew` changes it.
+
+        `ask`, `put` and `get` take one, for pages that an engine made or wanted at an earlier time.
+        """
+
+    @abstractmethod
+    def holds(self, key: str) -> bool:
+        """Return True if a page is known to be held. No I/O."""
+
+    @abstractmethod
+    def ask(self, keys: Sequence[str], space: bytes = b"") -> list[bool]:
+        """Return True for each page that is held, whoever has written it.
+
+        Blocks for a round trip if the medium is shared and a page is not known. If the medium does
+        not answer, the page counts as not held.
+        """
+
+    @abstractmethod
+    def leading(self, keys: Sequence[str]) -> int:
+        """Return how many of ``keys``, from the first on, are held. Blocks as `ask` does."""
+
+    @abstractmethod
+    def use(self, keys: Sequence[str]) -> None:
+        """Count a use of the pages that are held. No I/O."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
+        """Store pages; return True for each that is held now. Blocks until they are written.
+
+        A page that is held already is left as it is. A page that finds no room is not stored.
+        """
+
+    @abstractmethod
+    def get(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
+        """Read pages; return True for each that is intact. Blocks until all are read.
+
+        The buffers of the others have undefined content.
+        """
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Stop finding the pages that are held now: from now on their keys mean other pages.
+
+        Other engines still find them. Pages that are put from now on are found until `close`.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every page, on the medium too. Blocks."""
+
+    @abstractmethod
+    def late(self) -> None:
+        """Count a failure of the medium that no operation reports: one did not end in time."""
+
+    @abstractmethod
+    def counts(self) -> PageCounts:
+        """Return what was counted. No I/O."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. No `put` or `get` may be in flight. Idempotent."""
+
+
+class PageStore(Pages):
     """Pages of one size in ``tier``. Thread-safe: I/O is done without the lock.
 
     Args:
@@ -75,7 +175,7 @@ class PageStore:
         self._index = index
         self._tier = tier
         self._finder = finder
-        self._space = hashlib.sha256(b"kvcore pages" + identity).digest()
+        self._space = page_space(identity)
         self._release = release
         self._lock = threading.Lock()
         self._breaker = Breaker(self._name)
@@ -84,44 +184,31 @@ class PageStore:
 
     @property
     def shared(self) -> bool:
-        """True if others write to the medium, so that `ask` may find what `holds` does not know."""
         return self._finder is not None
 
     @property
     def lookup_s(self) -> float:
-        """Seconds that are worth waiting for an answer of a shared medium."""
         return self._finder.lookup_s if self._finder is not None else 0.0
 
     @property
     def absent_s(self) -> float:
-        """Seconds for which a shared medium need not be asked again about what it lacks."""
         return self._finder.absent_s if self._finder is not None else 0.0
 
     @property
     def space(self) -> bytes:
-        """What the keys mean now: `renew` changes it.
-
-        `ask`, `put` and `get` take one, for pages that an engine made or wanted at an earlier time.
-        """
         with self._lock:
             return self._space
 
     def holds(self, key: str) -> bool:
-        """Return True if a page is known to be held. No I/O."""
         with self._lock:
             return self._serves and self._has(self._key(key))
 
     def ask(self, keys: Sequence[str], space: bytes = b"") -> list[bool]:
-        """Return True for each page that is held, whoever has written it.
-
-        Blocks for a round trip if the medium is shared and a page is not known. If the medium does
-        not answer, the page counts as not held.
-        """
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
             space = space or self._space
-            blocks = [_block(key, space) for key in keys]
+            blocks = [page_key(key, space) for key in keys]
             unknown = [block for block in blocks if not self._has(block)]
             finder = self._finder if unknown else None
             if finder is not None:
@@ -146,7 +233,6 @@ class PageStore:
         return there
 
     def leading(self, keys: Sequence[str]) -> int:
-        """Return how many of ``keys``, from the first on, are held. Blocks as `ask` does."""
         count = self._known(keys)
         if count < len(keys) and self.shared:
             self.ask(keys[count:])
@@ -163,20 +249,15 @@ class PageStore:
         return len(keys)
 
     def use(self, keys: Sequence[str]) -> None:
-        """Count a use of the pages that are held. No I/O."""
         with self._lock:
             self._use([self._key(key) for key in keys])
 
     def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
-        """Store pages; return True for each that is held now. Blocks until they are written.
-
-        A page that is held already is left as it is. A page that finds no room is not stored.
-        """
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
             space = space or self._space
-            blocks = [_block(key, space) for key in keys]
+            blocks = [page_key(key, space) for key in keys]
             self._use(blocks)  # so that these pages are not evicted for the new ones
             reserved = self._reserve(blocks, space[:KEY_BYTES])
             if reserved:
@@ -193,15 +274,11 @@ class PageStore:
             return [self._has(block) for block in blocks]
 
     def get(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
-        """Read pages; return True for each that is intact. Blocks until all are read.
-
-        The buffers of the others have undefined content.
-        """
         with self._lock:
             if not self._serves:
                 return [False] * len(keys)
             space = space or self._space
-            blocks = [_block(key, space) for key in keys]
+            blocks = [page_key(key, space) for key in keys]
             pins = self._pin(blocks)
             slots = {i: int(self._index.slots(self._name, [blocks[i]], 0, 1)[0]) for i in pins}
             if pins:
@@ -229,7 +306,7 @@ class PageStore:
         this store closes.
         """
         with self._lock:
-            self._space = hashlib.sha256(self._space + secrets.token_bytes(32)).digest()
+            self._space = renewed(self._space)
 
     def clear(self) -> None:
         """Forget every page, on the medium too.
@@ -248,7 +325,6 @@ class PageStore:
             self.renew()
 
     def late(self) -> None:
-        """Count a failure of the medium that no operation reports: one did not end in time."""
         with self._lock:
             self._breaker.failed()
 
@@ -356,10 +432,20 @@ class PageStore:
             self._breaker.succeeded()
 
     def _key(self, key: str) -> bytes:
-        return _block(key, self._space)
+        return page_key(key, self._space)
 
 
-def _block(key: str, space: bytes) -> bytes:
+def page_space(identity: bytes) -> bytes:
+    """Return 32 bytes that tell pages of ``identity`` from others under the same keys."""
+    return hashlib.sha256(b"kvcore pages" + identity).digest()
+
+
+def renewed(space: bytes) -> bytes:
+    """Return a space that nobody has had before."""
+    return hashlib.sha256(space + secrets.token_bytes(32)).digest()
+
+
+def page_key(key: str, space: bytes) -> bytes:
     """Return the block key of an engine's key."""
     return hashlib.blake2b(key.encode(), key=space, digest_size=KEY_BYTES).digest()
 
@@ -371,13 +457,13 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
     capacity among them. Raises ConfigError unless there is exactly one backing tier, and
     TierUnavailable if it cannot be used.
     """
-    named = [*(["disk"] if config.disk.path is not None else []), *config.tiers]
+    named = named_backings(config)
     if len(named) != 1:
         raise ConfigError(
             f"given {', '.join(named) or 'no backing tier'}; supported is exactly one: set "
-            "disk.path, or one [tiers.NAME]"
+            "disk.path, or one [tiers.NAME], or server.address"
         )
-    config = _oldest_first(config)
+    config = oldest_first(config)
     plugins = PluginManager(disable=config.plugins.disable, strict=config.plugins.strict)
     plugins.check(config)
     prepared = prepare_backings(config, geometry, plugins, share)
@@ -396,7 +482,12 @@ def open_pages(config: Config, geometry: Geometry, identity: bytes, share: int =
     return PageStore(index, tier, identity, found.prepared.release, found.prepared.finder)
 
 
-def _oldest_first(config: Config) -> Config:
+def named_backings(config: Config) -> list[str]:
+    """Return the names of the backing tiers that are set."""
+    return [*(["disk"] if config.disk.path is not None else []), *config.tiers]
+
+
+def oldest_first(config: Config) -> Config:
     """Return the settings with LRU as the policy of tiers whose policy was left at its default.
 
     Nothing is known of how pages hang together but that those of a prompt come one after another.
@@ -408,7 +499,13 @@ def _oldest_first(config: Config) -> Config:
         return table if given else table.model_copy(update={"policy": "lru"})
 
     tiers = {name: chosen(table, "tiers", name) for name, table in config.tiers.items()}
-    return config.model_copy(update={"disk": chosen(config.disk, "disk"), "tiers": tiers})
+    return config.model_copy(
+        update={
+            "host": chosen(config.host, "host"),
+            "disk": chosen(config.disk, "disk"),
+            "tiers": tiers,
+        }
+    )
 
 
 def page_settings(given: Mapping[str, Any], given_in: str) -> Config:
@@ -424,7 +521,7 @@ def page_settings(given: Mapping[str, Any], given_in: str) -> Config:
     return config
 
 
-_WHOLE = {"cluster", "engine", "log", "namespace", "plugins", "sglang", "vllm"}
+_WHOLE = {"cluster", "engine", "log", "namespace", "plugins", "server", "sglang", "vllm"}
 """Tables that such a store has a use for, or that say how the engine runs."""
 _BACKING = {"admit_after", "to_device", "write"}
 """What a backing tier has no use for where every page goes to it at once."""

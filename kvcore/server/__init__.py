@@ -23,6 +23,8 @@ the pages of its engine. An adapter's leader runs the same code with and without
     segments          fusion's search for stored tokens, on both sides
     session           how a leader joins the server, and stays joined
     worker            the worker's side: `ServedWorker`
+    pages             an engine's own pages in a server: `ServedPages`
+    page_model        what the server takes such pages for
     rpc               a client's socket
     exporter          Prometheus metrics over HTTP
     errors            reasons to refuse a request

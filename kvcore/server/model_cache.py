@@ -23,9 +23,8 @@ from kvcore.admin.audit import AuditLog
 from kvcore.admin.open import make_admin
 from kvcore.config import Config
 from kvcore.errors import BlockMissing, FormatError, LayoutError
-from kvcore.index.slots import SlotRun
 from kvcore.manager import HOST, KVManager
-from kvcore.manager.base import Hit, Lane, Planned, Promise, Source
+from kvcore.manager.base import Hit, Planned, Promise, Source
 from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.copy.base import Copy, DeviceOps
 from kvcore.memory.hugepages import SharedPages
@@ -39,6 +38,7 @@ from kvcore.runtime.build import (
     geometry,
     host_slots,
 )
+from kvcore.runtime.local_transport import LocalTransport
 from kvcore.runtime.tiers import BackingOpener
 from kvcore.server.messages import (
     HeldRequest,
@@ -58,6 +58,7 @@ from kvcore.server.messages import (
     join,
     split,
 )
+from kvcore.server.page_model import for_pages, is_of_pages
 from kvcore.server.pending_prefills import PendingPrefills
 from kvcore.server.runtime_dir import RuntimeDir, graph_number
 from kvcore.server.segments import learn, search
@@ -119,33 +120,6 @@ class _Claim:
         return dict.fromkeys(range(*self.op(op_id).rows), why)
 
 
-class _LocalTransport:
-    """The manager's transport for what the server does by itself."""
-
-    def __init__(self, worker: KVWorker) -> None:
-        self.worker = worker
-        self.refused: list[OpReport] = []
-
-    def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
-        if lane is None:
-            self.refused += self.worker.submit(graph)
-        else:
-            lane(graph)
-
-    def cancel(self, graph_id: int) -> None:
-        self.worker.cancel(graph_id)
-
-    def invalidate(self, tier: str, slots: Sequence[SlotRun]) -> None:
-        self.worker.invalidate(tier, slots)
-
-    def wait_report(self, timeout: float) -> bool:
-        return bool(self.refused) or self.worker.wait_report(timeout)
-
-    def poll(self) -> list[OpReport]:
-        refused, self.refused = self.refused, []
-        return refused + self.worker.poll()
-
-
 class ModelCache:
     """One model's KV. Any thread may build it; then only the server's thread uses it."""
 
@@ -171,10 +145,12 @@ class ModelCache:
         config = config.model_copy(
             update={"host": config.host.model_copy(update={"capacity": share})}
         )
+        if is_of_pages(described):
+            config = for_pages(config)
         self._claims: dict[int, _Claim] = {}
         self._reading: dict[int, tuple[_Claim, int]] = {}
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
-        self._transport = _LocalTransport(self._worker(config, described))
+        self._transport = LocalTransport(self._worker(config, described))
         try:
             parts = build_manager(
                 config,

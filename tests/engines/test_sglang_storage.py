@@ -25,6 +25,8 @@ from kvcore.harness.compare import (
 from kvcore.harness.engine_process import EngineDied, EngineProcess
 from kvcore.harness.models import tiny_vision_model
 from kvcore.harness.prompts import windows
+from kvcore.testing.waiting import until
+from kvcore_devtools.server_fixture import running, server_process
 from support.hicache import assert_from_storage, hicache, stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
@@ -348,6 +350,39 @@ def test_hicache_finds_after_a_restart_what_it_stored(model: Path, tmp_path: Pat
         assert_same_answers(got, expected)
         assert "a stored page is corrupt and was dropped" in process.log.read_text()
         assert sum(g.cached_tokens for g in got) < sum(w.cached_tokens for w in warm)
+
+
+@pytest.mark.exhaustive
+def test_hicache_finds_in_a_server_what_another_engine_stored(model: Path, tmp_path: Path) -> None:
+    """The same tokens over one server, and without it when it was killed."""
+    page, folder = 16, tmp_path / "server"
+    prompts = windows(model, 6, 300, 900, seed=11)
+    pages = sum((len(prompt) - 1) // page for prompt in prompts)
+    with engine(model, None, disable_radix_cache=True) as process:
+        expected = answers(process, prompts)
+    settings = {"server": {"address": "local", "folder": str(folder), "deadline_s": 5.0}}
+    args = hicache(settings, page_size=page)
+    given = ["server.address=local", f"server.folder={folder}", "host.capacity=256MiB"]
+    with server_process(*given) as server:
+        with engine(model, None, **args) as process:
+            assert_same_answers(answers(process, prompts), expected)
+            until(lambda: in_host_memory(folder) >= pages)
+        with engine(model, None, **args) as process:
+            warm = answers(process, prompts)
+            assert_same_answers(warm, expected)
+            assert_from_storage(warm, prompts, page)
+            process.reset_prefix_cache()
+            server.kill()
+            server.wait()
+            alone = answers(process, prompts)
+            assert_same_answers(alone, expected)
+            assert not any(answer.sources.get("storage", 0) for answer in alone)
+
+
+def in_host_memory(folder: Path) -> int:
+    """Return how many pages of its only model a server has in host memory."""
+    [model] = running(folder)["models"]
+    return int(model["tiers"]["host"][0])
 
 
 def _rot(data: Path) -> None:

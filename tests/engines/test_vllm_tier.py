@@ -47,6 +47,13 @@ def offloaded(folder: Path, **more: Any) -> dict[str, Any]:
     return {"kv_transfer_config": offloading({"disk": disk}, **more)}
 
 
+def served(server: Path, **more: Any) -> dict[str, Any]:
+    from kvcore_devtools.vllm_offloading import offloading
+
+    settings = {"address": "local", "folder": str(server), "deadline_s": 5.0}
+    return {"kv_transfer_config": offloading({"server": settings}, **more)}
+
+
 def asked(model: Path, args: dict[str, Any]) -> list[Generation]:
     """Answers of an engine that starts and ends for them, one after the other."""
     with EngineProcess(model, engine="vllm", kvcore=None, **{**SMALL, **args}) as engine:
@@ -115,6 +122,30 @@ def test_a_restart_finds_states_and_answers_depend_on_them(kind: str, tmp_path: 
         assert logprobs(spoiled[2:3]) != pytest.approx(logprobs(plain[2:3]), abs=AS_NEAR)
     else:
         assert spoiled[2].token_ids != plain[2].token_ids
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["lfm2"])
+def test_engines_share_a_server(kind: str, tmp_path: Path) -> None:
+    """One after the other over one server; then without it, with zeros in place of its chunks."""
+    from kvcore_devtools.server_fixture import server_process
+
+    model, args, folder = model_of(kind), KINDS[kind], tmp_path / "server"
+    given = ["server.address=local", f"server.folder={folder}", "host.capacity=512MiB"]
+    plain = asked(model, args)
+    with server_process(*given, f"disk.path={tmp_path / 'kv'}", "disk.capacity=1GiB") as process:
+        cold = asked(model, {**args, **served(folder)})
+        warm = asked(model, {**args, **served(folder)})
+        spoiled = asked(model, {**args, **served(folder, zeroes=True)})
+        process.kill()
+    computed = asked(model, {**args, **served(folder)})
+    assert tokens(cold) == tokens(warm) == tokens(computed) == tokens(plain)
+    assert logprobs(warm) == pytest.approx(logprobs(plain), abs=AS_NEAR)
+    reused = [answer.cached_tokens for answer in warm]
+    assert min(reused[:3]) >= 700, reused
+    assert spoiled[2].cached_tokens >= 700
+    assert logprobs(spoiled[2:3]) != pytest.approx(logprobs(plain[2:3]), abs=AS_NEAR)
+    assert computed[2].cached_tokens == 0
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ depend on the model. Here a page is found only if its key, weights, RoPE paramet
 size, byte order and rank are the same. A page that is read has the checksum of what was written.
 
     storage_config, server_args ─┐
-    HostPages (a host pool)     ─┴▶ identity ─▶ PageStore ─▶ a backing tier       (each rank)
+    HostPages (a host pool)     ─┴▶ identity ─▶ Pages ─▶ a backing tier, or a server   (each rank)
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
+from kvcore.connector.build import build_pages
 from kvcore.connector.guard import Neutral, covered
 from kvcore.errors import ConfigError, KVCoreError, UnsupportedError
 from kvcore.memory.buffers import Buffers
 from kvcore.model.shape import ITEM_BYTES, BlockShape
-from kvcore.runtime.page_store import PageStore, open_pages, page_settings
+from kvcore.runtime.page_store import Pages, page_settings
 from kvcore.tiers.geometry import Geometry
 from kvcore_sglang import hooks
 from kvcore_sglang.identity import model_identity, serving_model
@@ -164,7 +165,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         self._config = page_settings(extra[SETTINGS], "hicache-storage-backend-extra-config")
         self._storage = storage_config
         self._pages: HostPages | None = None
-        self._store: PageStore | None = None
+        self._store: Pages | None = None
         self._may_clear = False
         self._stopped = False
 
@@ -199,7 +200,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
         identity = _identity(self._storage, server_args, pages, self._config.namespace.secret)
         geometry = Geometry(pages.shape, identity[:16], ((0, pages.shape.kv_heads),))
         share = _ranks(self._storage, server_args)
-        self._store, self._pages = open_pages(self._config, geometry, identity, share), pages
+        self._store, self._pages = build_pages(self._config, geometry, identity, share), pages
         hooks.storages.add(self)
         if not hooks.fit(hooks.WEIGHT_HOOKS):
             _log.warning(
@@ -244,7 +245,7 @@ class KVCoreStorage(_StorageBase):  # type: ignore[misc]  # the engine's class, 
             store.close()
 
     @property
-    def store(self) -> PageStore:
+    def store(self) -> Pages:
         """The store of the pages, open from `register_mem_pool_host` to `close`.
 
         Raises UnsupportedError outside that time.

@@ -8,12 +8,12 @@
 
 vLLM copies chunks of every cache group between the device and rows of equal size in a region of
 host memory. kvcore keeps rows under vLLM's own keys, and what makes two rows the same bytes
-(`kvcore_vllm.tier_identity`), in one backing tier.
+(`kvcore_vllm.tier_identity`), in one backing tier or in a server.
 
     scheduler   lookup  submit_*  get_finished_jobs
                    │        │            ▲
                    ▼        ▼            │
-                PageJobs ─▶ threads ─▶ PageStore ─▶ a backing tier
+                PageJobs ─▶ threads ─▶ Pages ─▶ a backing tier, or a server
 
 One tier serves all ranks: it is in the scheduler's process, and a row has the bytes of every rank.
 """
@@ -43,11 +43,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvcore.config import Config
+from kvcore.connector.build import build_pages
 from kvcore.connector.guard import Neutral, attempt, covered
 from kvcore.errors import ConfigError, KVCoreError, PagesInUse, UnsupportedError
 from kvcore.model.shape import BlockShape
 from kvcore.runtime.page_jobs import PageJobs
-from kvcore.runtime.page_store import PageStore, open_pages, page_settings
+from kvcore.runtime.page_store import Pages, page_settings
 from kvcore.telemetry.metrics import PAGE_SPECS, Kind
 from kvcore.tiers.geometry import Geometry
 from kvcore_vllm.engine import tier_base
@@ -338,7 +339,7 @@ def _locality(name: str) -> Any:
         ) from error
 
 
-def _open_rows(config: Config, engine: Starting, spec: OffloadingSpec, nbytes: int) -> PageStore:
+def _open_rows(config: Config, engine: Starting, spec: OffloadingSpec, nbytes: int) -> Pages:
     """Open the store of rows of ``nbytes`` bytes. Blocks."""
     identity = rows_identity(engine, spec.config, nbytes)
     alone = identity.alone
@@ -355,7 +356,7 @@ def _open_rows(config: Config, engine: Starting, spec: OffloadingSpec, nbytes: i
     )
     geometry = Geometry(shape, identity.digest[:16], ((0, 1),))
     replicas = int(spec.config.parallel.data_parallel_size)
-    return open_pages(config, geometry, b"\0".join((identity.digest, mark, secret)), replicas)
+    return build_pages(config, geometry, b"\0".join((identity.digest, mark, secret)), replicas)
 
 
 def _name(key: bytes) -> str:

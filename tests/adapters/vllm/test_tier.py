@@ -250,6 +250,56 @@ def test_a_store_that_others_share_is_asked(opened: Opens, request: Any) -> None
     assert second.found([1, 2, 3]) == [1, 2]
 
 
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """Settings of a tier that is a running server, with a disk below it."""
+    pytest.importorskip("zmq")
+    from kvcore_devtools.server_fixture import server_process
+
+    folder = tmp_path / "server"
+    given = [
+        "server.address=local",
+        f"server.folder={folder}",
+        "host.capacity=8MiB",
+        "host.huge_pages=false",
+        f"disk.path={tmp_path / 'kv'}",
+        "disk.capacity=16MiB",
+    ]
+    with server_process(*given) as process:
+        server = {"address": "local", "folder": str(folder), "deadline_s": 1.0}
+        yield {"disk": {}, "server": server, "process": process}
+
+
+def test_engines_share_a_server(opened: Opens, served: dict[str, Any]) -> None:
+    process = served.pop("process")
+    first, second = opened(served), opened(served)
+    assert first.found([1, 2]) == []
+    first.store([1, 2, 3])
+    assert second.found([1, 9, 3]) == [1, 3]
+    first.close()
+    third = opened(served)
+    assert third.found([1, 2, 3, 4]) == [1, 2, 3]
+    stats = third.tier.get_stats().reduce()
+    assert stats["kvcore_pages_loaded_total"] == 3
+    assert stats["kvcore_pages_aside"] == 0
+    other = opened(served, vllm_config=having(set_to("model_config.dtype", torch.bfloat16)))
+    assert other.found([1, 2, 3]) == []
+    third.manager.reset_cache()
+    assert third.found([1, 2, 3]) == [], "the weights may be others"
+    second.forget()
+    assert second.found([1, 2, 3]) == [1, 2, 3]
+    second.forget()
+    process.kill()
+    process.wait()
+    assert second.found([1, 2, 3]) == []
+    second.store([5])
+
+
+def test_a_server_beside_another_tier_is_refused(opened: Opens, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"given server\.address and disk"):
+        opened({"server": {"address": "local", "folder": str(tmp_path / "server")}})
+
+
 # -- what makes other bytes -----------------------------------------------------------------------
 
 
