@@ -338,6 +338,7 @@ def test_the_servers_address_is_a_setting_with_a_use(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+@pytest.mark.exhaustive
 def test_pages_of_a_server_in_parts_larger_than_its_staging(
     start: Start, join: Join, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
