@@ -20,6 +20,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.runtime.page_jobs import Ended, PageJobs
 from kvcore.runtime.page_store import page_settings
 from kvcore.server import pages as served_pages
+from kvcore.server.page_model import for_pages
 from kvcore.server.pages import ServedPages
 from kvcore.testing.waiting import until
 from kvcore.tiers.geometry import Geometry
@@ -149,6 +150,34 @@ def test_a_restart_of_the_server_finds_what_is_on_disk(
     until(lambda: one.ask(["k1"]) == [True])
     assert got(one, names(9)) == names(9)
     assert put(one, ["new"]) == ["new"]
+
+
+def test_a_store_gives_a_server_what_another_one_wrote(
+    start: Start, join: Join, tmp_path: Path
+) -> None:
+    far = {"plugin": "files", "capacity": "64MiB", "options": {"path": str(tmp_path / "far")}}
+    server = start(config_of(tmp_path / "one", tiers={"far": far}))
+    one = join(client_of(tmp_path / "one"))
+    put(one, names(3))
+    until(lambda: held(server, "far") == 3 and server.idle)
+    one.close()
+    server.close()
+    start(config_of(tmp_path / "two", tiers={"far": far}))
+    two = join(client_of(tmp_path / "two"))
+    until(lambda: two.ask(["k2"]) == [True])
+    assert two.ask([*names(3), "other"]) == [True] * 3 + [False]
+    assert got(two, names(3)) == names(3)
+    other = join(client_of(tmp_path / "two"), b"other")
+    assert other.ask(names(3)) == [False] * 3
+
+
+def test_pages_are_no_blocks_of_events_and_the_oldest_go_first() -> None:
+    given = {"disk": {"path": "disk"}, "events": {"endpoint": "tcp://127.0.0.1:5557"}}
+    config = for_pages(load_config(None, given))
+    assert config.events.endpoint is None
+    assert (config.host.policy, config.disk.policy) == ("lru", "lru")
+    chosen = for_pages(load_config(None, {"host": {"policy": "lfu"}}))
+    assert chosen.host.policy == "lfu"
 
 
 def test_a_rotten_page_is_dropped_and_the_others_are_served(
@@ -309,6 +338,7 @@ def test_the_servers_address_is_a_setting_with_a_use(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+@pytest.mark.exhaustive
 def test_pages_of_a_server_in_parts_larger_than_its_staging(
     start: Start, join: Join, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,3 +348,14 @@ def test_pages_of_a_server_in_parts_larger_than_its_staging(
     assert len(one._staging) == served_pages.LEAST_STAGED
     assert put(one, names(20)) == names(20)
     assert got(one, names(20)) == names(20)
+
+
+def test_an_error_between_two_pages_leaves_the_others_their_places(
+    start: Start, join: Join, folder: Path
+) -> None:
+    start(config_of(folder))
+    one = join(client_of(folder))
+    with pytest.raises(AssertionError, match="a page of 1000 bytes"):
+        one.put(names(3), [page("k0")[:1], page("k1"), page("k2")])
+    assert put(one, names(3)) == names(3)
+    assert got(one, names(3)) == names(3)
