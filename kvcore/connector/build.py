@@ -91,7 +91,8 @@ def build_leader(
 
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
-    if model.point is not None and config.server.address is not None:
+    apart = model.point is not None and not model.point.by_heads
+    if apart and config.server.address is not None:
         rows = sum(model.rank_shape(rank).nbytes for rank in range(model.world_size))
         if rows > model.shape.nbytes:
             raise UnsupportedError(

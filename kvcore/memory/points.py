@@ -66,13 +66,14 @@ class WindowCopy:
     """What rows ``rows`` of a point hold of one group's windows: ``pages`` of some of its layers.
 
     The rows are of blocks at rising distances from the boundary. ``shape`` is the part of a block
-    that each of them has.
+    that each of them has. ``by_heads`` is that of `WindowGroup`.
     """
 
     rows: tuple[int, ...]
     group: int
     pages: KVView
     shape: BlockShape
+    by_heads: bool = False
 
     def memory(self, arena: KVView, place: SlotPlace) -> KVView:
         """Return the same part of a block in slots, the pages of ``arena``.
@@ -81,6 +82,8 @@ class WindowCopy:
         """
         import torch
 
+        if self.by_heads:  # in place of a block's first layers, whose heads other ranks find there
+            return arena.select_layers(range(self.shape.layers))
         layout = arena_layout(self.shape, arena.layout.num_pages, slot_nbytes=place.slot_nbytes)
         return KVView(layout, [place.bytes_of(arena).view(getattr(torch, self.shape.dtype))])
 
@@ -136,13 +139,14 @@ def _window_copies(point: PointShape, pages: WindowPages) -> list[WindowCopy]:
         if not part.layers:
             continue  # of another stage
         rows.setdefault((part.group, part.layers), []).append(row)
-    shapes = {window.group: window.shape for window in point.windows}
+    windows = {window.group: window for window in point.windows}
     return [
         WindowCopy(
             tuple(numbers),
             group,
             pages[group].select_layers(layers),
-            shapes[group].with_layers(len(layers)),
+            windows[group].shape.with_layers(len(layers)),
+            windows[group].by_heads,
         )
         for (group, layers), numbers in rows.items()
     ]

@@ -204,7 +204,8 @@ class ModelIdentity:
         metadata=_told(
             "what resume points hold on one rank: the shapes and types of states (Mamba, gated "
             "delta net, convolutions), and of the ends of windows",
-            vllm="yes, so that resume points are found by ranks of the same number only; with "
+            vllm="yes, so that resume points are found by ranks of the same number only, unless "
+            "they have windows alone and all layers have the same KV heads; with "
             '`vllm.windows = "dense"` windows are part of blocks',
             sglang="models with states run untouched",
             trtllm="models with states run untouched",

@@ -127,7 +127,9 @@ class WindowGroup:
     ``group`` is the position of the table among the model's groups, and ``names`` are the engine's
     names of the layers. ``shape`` is what one rank keeps of a block of tokens in one of them. A
     token needs the ``before`` tokens before it. A point holds ``spare`` tokens more, so that the
-    model may go on that many tokens before the boundary.
+    model may go on that many tokens before the boundary. With ``by_heads`` a rank holds of each
+    layer the heads that it holds of a layer of blocks: a row is then cut among ranks as a block is,
+    and read at any number of ranks.
     """
 
     group: int
@@ -135,6 +137,7 @@ class WindowGroup:
     shape: BlockShape
     before: int
     spare: int = 0
+    by_heads: bool = False
 
     def __post_init__(self) -> None:
         if self.shape.layers != 1 or self.before < 1 or self.spare < 0:
@@ -310,6 +313,13 @@ class PointShape(PointRows):
         if self.states:
             return 0  # a state is of one token
         return min(window.tokens - window.before for window in self.seen)
+
+    @property
+    def by_heads(self) -> bool:
+        """True if every row is cut among ranks as a block is (`WindowGroup.by_heads`)."""
+        return all(window.by_heads for window in self.windows) and not (
+            self.states or self.page_windows
+        )
 
     @property
     def run_nbytes(self) -> int:

@@ -136,12 +136,7 @@ class ModelDescription:
                     f"resume points in rows of {row} bytes, and blocks of {given} bytes on rank "
                     f"{rank}: kvcore serves them on ranks with equal parts of a block"
                 )
-        apart = bool(point.states or point.windows)
-        if apart and len(set(map(self.part, range(self.world_size)))) < self.world_size:
-            raise LayoutError(
-                f"resume points of {self.world_size} ranks, some of which have the same part of a "
-                "block: each has states or windows of its own, and stores tell ranks apart by it"
-            )
+        self._check_shared(point)
         if any(part.counts != point.counts or part.every != point.every for part in parts):
             raise LayoutError("the stages of a pipeline keep resume points in unlike rows")
         for name, of_kind in (("states", _states), ("windows", _seen)):
@@ -154,6 +149,22 @@ class ModelDescription:
             kept = {group: sorted(names) for group, names in split.items()}
             if found.keys() != told or kept != found or not all(found.values()):
                 raise LayoutError(f"resume points of {name} {kept} of {found} in {self.groups}")
+
+    def _check_shared(self, point: PointShape) -> None:
+        """Raise LayoutError if a store could not tell the rows of one rank from another's."""
+        layer = self.rank_shape(0).with_layers(1)
+        for window in point.windows:
+            if window.by_heads and window.shape != layer:
+                raise LayoutError(
+                    f"windows of {window.shape}, whose heads are not those of {self.shape} on "
+                    f"{self.tensor_ranks} ranks: their rows cannot be cut as blocks are"
+                )
+        apart = bool(point.states or point.windows) and not point.by_heads
+        if apart and len(set(map(self.part, range(self.world_size)))) < self.world_size:
+            raise LayoutError(
+                f"resume points of {self.world_size} ranks, some of which have the same part of a "
+                "block: each has states or windows of its own, and stores tell ranks apart by it"
+            )
 
     @property
     def single_group(self) -> bool:

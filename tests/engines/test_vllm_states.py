@@ -166,7 +166,7 @@ def served(kind: Kind, folder: Path) -> Iterator[Served]:
         yield Served(process, kind, folder / "spoil")
 
 
-def model_of(kind: Kind) -> Path:
+def model_of(kind: Kind, **more: Any) -> Path:
     """A model whose states take several rows of blocks."""
     if kind.arch == "deepseek_v4":
         if not torch.cpu._is_amx_tile_supported():
@@ -176,13 +176,17 @@ def model_of(kind: Kind) -> Path:
     heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
     layers = 6 if kind.arch in ("lfm2", *WINDOWS) else 4
     made = tiny_model(
-        kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY, **heads
-    )
+        kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY,
+        **{**heads, **more},
+    )  # fmt: skip
     return tiny_mtp(made) if kind.args.get("speculative_config") is MTP else made
 
 
-def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more: Any) -> Any:
+def started(
+    kind: Kind, folder: Path, tier: dict[str, Any] | None = None, kv_heads: int = 0, **more: Any
+) -> Any:
     """An engine with kvcore, with blocks of eight tokens."""
+    model = model_of(kind, kv_heads=kv_heads) if kv_heads else model_of(kind)
     disk = {"disk": {"path": str(folder / "kv"), "capacity": "256MiB"}}
     config = {
         "block": {"tokens": BLOCK},
@@ -192,7 +196,7 @@ def started(kind: Kind, folder: Path, tier: dict[str, Any] | None = None, **more
     }
     env = {**environment(kind, "spoiling"), "KVCORE_SPOIL": str(folder / "spoil")}
     python = {"python": kind.python} if kind.python else {}
-    return engine(model_of(kind), config, env=env, **python, **kind.args, **more)
+    return engine(model, config, env=env, **python, **kind.args, **more)
 
 
 def environment(kind: Kind, *plugins: str) -> dict[str, str]:
@@ -419,6 +423,37 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
             assert accepted < speculative["num_speculative_tokens"] * drafts, "none was undone"
         settle_and_empty(process)
         assert_same(served, warm, served.ask([second], "cold"))
+
+
+@pytest.mark.exhaustive  # without an engine: unit/worker/test_point_sizes.py
+@pytest.mark.parametrize(
+    ("arch", "kv_heads"),
+    [("gpt_oss", 2), ("gemma3", 2), ("gemma3", 1)],  # vLLM's gpt-oss shares no head among ranks
+)
+def test_any_number_of_ranks_reads_windows_that_another_wrote(
+    arch: str, kv_heads: int, tmp_path: Path
+) -> None:
+    """One rank writes, two read and write more, one reads that. Two ranks share a single head."""
+    options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0, "splits_s": 0.01}
+    far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
+    kind, sizes = KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
+    asked = {"one": prompt(110), "two": prompt(111, 500)}
+    cold = dict[str, Generation]()
+    for turn, size in enumerate(sizes):
+        args = {"tensor_parallel_size": 2} if size == "two" else {}
+        run = kind._replace(args=args)
+        with started(run, tmp_path, far, kv_heads=kv_heads) as process:
+            served = Served(process, run, tmp_path / "spoil")
+            if size not in cold:
+                [cold[size]] = served.ask([asked[size]], "cold")
+                served.ask([asked[size]], "shared")
+            if turn:
+                other = "one" if size == "two" else "two"
+                settle_and_empty(process)
+                warm = served.ask([asked[other]], "shared")
+                assert_same(served, warm, [cold[other]])
+                assert [answer.tiers for answer in warm] == [served.told("far", asked[other])]
+            process.settle()
 
 
 def only_one(kind: Kind, states: str = "lfm2") -> None:

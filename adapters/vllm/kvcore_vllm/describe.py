@@ -8,6 +8,7 @@ a pipeline both first learn of all stages (`kvcore_vllm.stages`).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -106,7 +107,9 @@ def describe(
     tp = vllm_config.parallel_config.tensor_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
-    if states or windows:
+    window_specs = [first_specs(kv_cache_config)[index] for index in windows]
+    by_heads = bool(windows) and not states and _heads_alike(vllm_config, [spec, *window_specs])
+    if (states or windows) and not by_heads:
         # Ranks with the same heads may have states, and heads of windows, of their own. So their
         # parts count apart. Points are read by as many ranks as wrote them.
         total_heads = spec.num_kv_heads * tp
@@ -124,8 +127,11 @@ def describe(
         block_tokens=block_tokens,
         dtype=_dtype_of(spec),
     )
-    window_specs = [first_specs(kv_cache_config)[index] for index in windows]
-    identity = model_identity(vllm_config, specs, states, window_specs, stages)
+    seen = [
+        _window_group(vllm_config, kv_cache_config, index, block_tokens, by_heads)
+        for index in windows
+    ]
+    identity = model_identity(vllm_config, specs, states, seen, stages)
     plain = ModelDescription(
         shape,
         groups,
@@ -142,7 +148,7 @@ def describe(
             _state_groups(kv_cache_config, plain),
             sum(_rows_of_stages(plain)),
             step // block_tokens if states else 1,
-            tuple(_window_group(vllm_config, kv_cache_config, i, block_tokens) for i in windows),
+            tuple(seen),
         ),
         stages,
     )
@@ -294,7 +300,11 @@ def _token_nbytes(spec: Any) -> int:
 
 
 def _window_group(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, index: int, block_tokens: int
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    index: int,
+    block_tokens: int,
+    by_heads: bool,
 ) -> WindowGroup:
     """Return what a resume point has of a group of layers with a window."""
     group = kv_cache_config.kv_cache_groups[index]
@@ -309,7 +319,26 @@ def _window_group(
         dtype=_dtype_of(spec),
     )
     spare = _spare(vllm_config, kv_cache_config)
-    return WindowGroup(index, names, shape, spec.sliding_window - 1, spare)
+    return WindowGroup(index, names, shape, spec.sliding_window - 1, spare, by_heads)
+
+
+_HEADS = re.compile("(kv|key_value)_heads")
+"""Begins or is within the names of a config's numbers of KV heads."""
+
+
+def _heads_alike(vllm_config: VllmConfig, specs: Sequence[Any]) -> bool:
+    """Return True if layers of ``specs`` have the same KV heads on each rank, at any size.
+
+    A rank is told how many heads it has, not which. So the config must name one number of them:
+    with two, ranks that share a head of one layer may have heads of their own in another.
+    """
+    kinds = {(s.num_kv_heads, s.head_size, s.head_size_v) for s in specs}
+    model = vllm_config.model_config
+    named = [n for name, n in model.hf_text_config.to_dict().items() if _HEADS.search(name)]
+    total = model.get_total_num_kv_heads()
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    alike = all(n in (None, total) for n in named) and len(kinds) == 1
+    return alike and max(total // ranks, 1) == specs[0].num_kv_heads
 
 
 def _spare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvcore.model.packed import PackedPages
-    from kvcore.model.points import PageWindow
+    from kvcore.model.points import PageWindow, WindowGroup
 
 __all__ = [
     "WITHOUT_DRAFT",
@@ -75,14 +75,14 @@ def model_identity(
     vllm_config: VllmConfig,
     specs: list[AttentionSpec],
     states: Sequence[Any] = (),
-    windows: Sequence[Any] = (),
+    windows: Sequence[WindowGroup] = (),
     stages: Sequence[Collection[str]] = (),
     packed: object | None = None,
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
-    ``states`` are the specs of the caches of its states, one a group, and ``windows`` those of its
-    windows, if resume points keep them. ``stages`` are the names of the layers of each pipeline
+    ``states`` are the specs of the caches of its states, one a group, and ``windows`` what resume
+    points keep of windows. ``stages`` are the names of the layers of each pipeline
     stage, if there are several. ``packed`` is the `packed_identity` of pages that are
     stored as they are. Raises UnsupportedError if the weights cannot be read.
     """
@@ -103,7 +103,7 @@ def model_identity(
         kv_dtype=_stored_type(vllm_config, specs[0]) if specs else str(model.dtype),
         kv_scales=scales,
         rope=rope_rule(text, "vllm", model.max_model_len),
-        windows=_windows([*specs, *windows]),
+        windows=_windows(specs, windows),
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
         draft=draft,
@@ -250,9 +250,9 @@ def _quantization(model: ModelConfig, load: LoadConfig) -> object | None:
     return [str(model.quantization), kv_fields(told), kv_fields(extra or {})]
 
 
-def _windows(specs: list[AttentionSpec]) -> object | None:
+def _windows(specs: list[AttentionSpec], windows: Sequence[WindowGroup]) -> object | None:
     """Return the windows of the layers' caches."""
-    found = set()
+    found = {f"sliding_window={window.before + 1}" for window in windows}
     for spec in specs:
         for name in ("sliding_window", "attention_chunk_size"):
             if window := getattr(spec, name, None):
@@ -263,21 +263,30 @@ def _windows(specs: list[AttentionSpec]) -> object | None:
 def _points(
     vllm_config: VllmConfig,
     states: Sequence[Any],
-    windows: Sequence[Any],
+    windows: Sequence[WindowGroup],
     stages: Sequence[Collection[str]],
 ) -> object | None:
-    """Return what resume points hold on one rank, and the ranks and stages, whose parts differ.
+    """Return what resume points hold, layer by layer of each group, and the stages.
 
-    None if the model keeps blocks only.
+    Where points are not `by heads <WindowGroup>`, it is what one rank holds, and the number of
+    ranks is named: their parts differ. None if the model keeps blocks only.
     """
     if not states and not windows:
         return None
+    by_heads = not states and all(window.by_heads for window in windows)
     found = [
-        [spec.sliding_window, spec.num_kv_heads, spec.head_size, spec.head_size_v, str(spec.dtype)]
-        for spec in windows
+        [
+            window.before + 1,
+            "as blocks" if by_heads else window.shape.kv_heads,
+            window.shape.dims(),
+            window.shape.dtype,
+            window.names,
+        ]
+        for window in windows
     ]
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    told: dict[str, object] = {"states": _states(states), "windows": found, "ranks": ranks}
+    told: dict[str, object] = {"states": _states(states), "windows": found}
+    if not by_heads:
+        told["ranks"] = vllm_config.parallel_config.tensor_parallel_size
     if stages:
         told["stages"] = _split(stages)
     return told

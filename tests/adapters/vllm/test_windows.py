@@ -64,7 +64,7 @@ def window(**fields: Any) -> Any:
 
 
 def told(*specs: Any) -> KVCacheConfig:
-    names = [FULL, WINDOWS]
+    names = [FULL, WINDOWS, ["model.layers.4.self_attn.attn"]]
     groups = [KVCacheGroupSpec(n, s) for n, s in zip(names, specs, strict=False)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -113,6 +113,55 @@ def test_ranks_with_other_heads_than_the_model_names_hold_equal_parts(
     model = described(16, "", *specs, parallel_config__tensor_parallel_size=2)
     assert (model.shape.kv_heads, model.world_size) == (total, 2)
     assert {model.rank_shape(rank).kv_heads for rank in range(2)} == {heads}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 4), (2, 8)])
+def test_any_number_of_ranks_has_the_windows_of_one_namespace(sizes: tuple[int, int]) -> None:
+    one, other = (
+        described(
+            16,
+            "",
+            full(num_kv_heads=max(2 // ranks, 1)),
+            window(num_kv_heads=max(2 // ranks, 1)),
+            parallel_config__tensor_parallel_size=ranks,
+        )
+        for ranks in sizes
+    )
+    assert (one.fingerprint, one.shape) == (other.fingerprint, other.shape)
+    assert one.point.counts == other.point.counts
+    assert one.point.rows(9) == other.point.rows(9)
+    assert one.point.by_heads
+    assert other.part(0).heads == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["num_global_key_value_heads", "other_kv_heads"])
+def test_ranks_are_not_taken_to_share_heads_where_the_config_names_several_numbers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks each has one head of either kind; which, nobody says."""
+    config = vllm_config(parallel_config__tensor_parallel_size=2)
+    heads = full(num_kv_heads=1), window(num_kv_heads=1)
+    assert describe(config, told(*heads), 16).point.by_heads
+    monkeypatch.setattr(config.model_config.hf_text_config, name, 1, raising=False)
+    model = describe(config, told(*heads), 16)
+    assert not model.point.by_heads
+    ones = described(16, "", *heads)
+    assert model.fingerprint != ones.fingerprint
+
+
+def test_the_layers_of_each_group_are_part_of_the_namespace() -> None:
+    """Another version may form other groups, whose rows have other layers."""
+    one = described(16, "", full(), window(), window())
+    groups = told(full(), window(), window()).kv_cache_groups
+    swapped = [
+        groups[0],
+        *(
+            replace(g, layer_names=n.layer_names)
+            for g, n in zip(groups[1:], groups[:0:-1], strict=True)
+        ),
+    ]
+    other = describe(vllm_config(), replace(told(), kv_cache_groups=swapped), 16)
+    assert one.fingerprint != other.fingerprint
 
 
 def test_a_draft_model_goes_on_some_tokens_before_a_boundary(
