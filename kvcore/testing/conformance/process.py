@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from kvcore.errors import ConfigError, KVCoreError, TransferError
 from kvcore.harness.compare import SETTLE_S
 from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import SMALL_VOCABULARY
 from kvcore.harness.recorded import RecordedEngine, book_of, confirmed
 from kvcore.testing.conformance.driver import ASK_S, Answer, Ask, Driver, Engine, Setup
 from kvcore.testing.conformance.metrics import total_of_samples
@@ -40,6 +41,7 @@ class ProcessDriver(Driver):
     """
 
     title: ClassVar[str]
+    vocabulary: ClassVar[int | None] = SMALL_VOCABULARY
     restarts: ClassVar[bool] = False
     engine_args: ClassVar[Mapping[str, Any]]
     environment: ClassVar[Mapping[str, str]] = {}

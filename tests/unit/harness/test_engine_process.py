@@ -30,7 +30,9 @@ async def start(model, kvcore, **args):
     if args.get("helper"):
         subprocess.Popen(["sleep", "60"])
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR")
-    return {"model": model, "kvcore": kvcore, "pid": os.getpid(), "compiled": compiled}
+    names = ("KVCORE_", "UCX_", "TORCHDYNAMO_")
+    own = {name: os.environ[name] for name in os.environ if name.startswith(names)}
+    return dict(model=model, kvcore=kvcore, pid=os.getpid(), compiled=compiled, env=own)
 
 async def generate(prompt, max_tokens, request_id, **options):
     if prompt == "crash":
@@ -257,6 +259,23 @@ def test_what_a_process_is_given_at_its_start_is_its_own(
 @forks
 def test_a_path_alone_is_given_to_a_fork_of_the_same_process(start: Start, tmp_path: Path) -> None:
     assert imports(start) == imports(start, env={"PYTHONPATH": str(tmp_path / "added")})
+
+
+@forks
+def test_variables_that_no_import_reads_are_given_to_forks_of_the_same_process(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = imports(start)
+    monkeypatch.setenv("KVCORE_TRIED", "by the test")
+    assert imports(start) == plain
+    with start(env={"KVCORE_TRIED": "here", "UCX_TLS": "tcp"}) as engine:
+        assert _parent(_parent(engine.pid)) == plain
+        assert engine.wait_ready()["env"] == {"KVCORE_TRIED": "here", "UCX_TLS": "tcp"}
+    with start() as engine:
+        assert engine.wait_ready()["env"] == {"KVCORE_TRIED": "by the test"}
+    monkeypatch.delenv("KVCORE_TRIED")
+    with start() as engine:
+        assert engine.wait_ready()["env"] == {}
 
 
 @forks

@@ -414,7 +414,21 @@ def preload(model: str) -> Collection[str] | None:
 
     with contextlib.suppress(UnsupportedError):  # an older SGLang has no linkers
         import kvcore_sglang.linker  # noqa: F401
+    _flush_without_collecting()
     return list(MODEL_MODULES) if small else None
+
+
+def _flush_without_collecting() -> None:
+    """Let SGLang empty its cache on a CPU without a garbage collection.
+
+    It collects to free a model's memory. Tests empty the cache between their prompts, and a walk
+    through all that SGLang has imported takes as long as several answers.
+    """
+    with contextlib.suppress(ImportError):  # an older SGLang does not collect
+        from sglang.srt.platforms.cpu import CpuDeviceMixin
+
+        mixin: Any = CpuDeviceMixin
+        mixin.empty_cache = lambda self: None
 
 
 def run(descriptor: int) -> None:
