@@ -8,8 +8,8 @@
 On a CPU, a small model's engine spends most of its start in the import of vLLM or SGLang: 8 s of a
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
-driver, environment, folder and set of cores. Variables that nobody reads while an engine is imported
-(`_OF_A_CHILD`) are each child's own. At most `KEPT` mothers are kept.
+driver, environment, folder and set of cores. Environment variables that no import reads are each
+child's own (`_OF_A_CHILD`). At most `KEPT` mothers are kept.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
 ``run(descriptor)``. ``preload`` returns the architectures of models whose engines can be forks of
@@ -41,7 +41,7 @@ from kvcore.errors import KVCoreError
 
 __all__ = ["Child", "architecture", "close", "fork", "possible"]
 
-KEPT = 2
+KEPT = 3
 """Most idle mothers to keep. Each holds the memory of an engine's modules."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")

@@ -32,7 +32,8 @@ async def start(model, kvcore, **args):
     compiled = os.environ.get("TORCH_EXTENSIONS_DIR")
     names = ("KVCORE_", "UCX_", "TORCHDYNAMO_")
     own = {name: os.environ[name] for name in os.environ if name.startswith(names)}
-    return dict(model=model, kvcore=kvcore, pid=os.getpid(), compiled=compiled, env=own)
+    told = dict(model=model, kvcore=kvcore, pid=os.getpid(), compiled=compiled, env=own)
+    return {**told, "uncompiled": seen}
 
 async def generate(prompt, max_tokens, request_id, **options):
     if prompt == "crash":
@@ -68,7 +69,11 @@ async def metrics():
 handlers = dict(start=start, generate=generate, abort=abort,
                 reset_prefix_cache=reset_prefix_cache, settle=settle, metrics=metrics)
 
+seen = None
+
 def preload(model):
+    global seen
+    seen = os.environ.get("TORCHDYNAMO_DISABLE")
     print("preloading", model, flush=True)
     if model == "unknown":
         raise ImportError("no modules for this")
@@ -276,6 +281,14 @@ def test_variables_that_no_import_reads_are_given_to_forks_of_the_same_process(
     monkeypatch.delenv("KVCORE_TRIED")
     with start() as engine:
         assert engine.wait_ready()["env"] == {}
+
+
+@forks
+def test_functions_that_are_imported_for_forks_are_not_compiled(start: Start) -> None:
+    """torch looks at the variable when it is asked to compile. A fork may compile its model."""
+    with start() as engine:
+        about = engine.wait_ready()
+    assert (about["uncompiled"], about["env"]) == ("1", {})
 
 
 @forks
