@@ -298,16 +298,28 @@ def _kvcore_served(sizes: Sizes, folder: Path) -> dict[str, Any]:
     return _transfer("KVCoreConnector", {"server": server})
 
 
-def _kvcore_server(stack: ExitStack, sizes: Sizes, folder: Path, peer: Path | None) -> Process:
-    size = sizes.host_nbytes
-    settings = [f"host.capacity={size}", f"host.prefault={size}", f"server.folder={folder}/server"]
-    code = "from kvcore.cli import main; main()"
-    command = [sys.executable, "-c", code, "server"]
-    command += [word for setting in settings for word in ("--set", setting)]
-    process = Process(command, folder / "server.log")
-    stack.callback(process.stop)
-    process.wait_until(lambda: process.says("listens on"), "kvcore's server")
-    return process
+def _kvcore_server(disk: bool) -> Callable[[ExitStack, Sizes, Path, Path | None], Process]:
+    """Return what starts kvcore's server, with host memory and perhaps a disk."""
+
+    def beside(stack: ExitStack, sizes: Sizes, folder: Path, peer: Path | None) -> Process:
+        size = sizes.host_nbytes
+        settings: dict[str, object] = {
+            "host.capacity": size,
+            "host.prefault": size,
+            "server.folder": folder / "server",
+        }
+        if disk:
+            settings |= {f"disk.{name}": value for name, value in _disk(folder).items()}
+        code = "from kvcore.cli import main; main()"
+        command = [sys.executable, "-c", code, "server"]
+        for name, value in settings.items():
+            command += ["--set", f"{name}={value}"]
+        process = Process(command, folder / "server.log")
+        stack.callback(process.stop)
+        process.wait_until(lambda: process.says("listens on"), "kvcore's server")
+        return process
+
+    return beside
 
 
 LMCACHE_PORT = "lmcache-port"
@@ -366,7 +378,8 @@ CONTENDERS = {
         Contender("kvcore", True, _kvcore, prefaults=True),
         Contender("kvcore-disk", True, _kvcore_disk, prefaults=True),
         Contender("kvcore-fusion", True, _kvcore_fusion, prefaults=True),
-        Contender("kvcore-server", True, _kvcore_served, _kvcore_server, prefaults=True),
+        Contender("kvcore-server", True, _kvcore_served, _kvcore_server(False), prefaults=True),
+        Contender("kvcore-server-disk", True, _kvcore_served, _kvcore_server(True), prefaults=True),
         Contender("kvcore-tier", True, _offloading(_kvcore_tier)),
     )
 }
