@@ -96,13 +96,36 @@ class Contender:
     """An engine with one cache. ``beside`` starts what runs beside it, in a folder of its own."""
 
     name: str
-    ours: bool
     transfer: Callable[[Sizes, Path], dict[str, Any] | None]
+    """What the engine is told of the cache."""
     beside: Callable[[ExitStack, Sizes, Path, Path | None], Process | None] | None = None
     prefaults: bool = False
     """True if kvcore has host memory here, whose pre-faulting ends before the load begins."""
     peer: bool = False
     """True if it runs with the Python of the peer's environment."""
+
+    def command(self, python: str, sizes: Sizes, folder: Path, port: int) -> list[str]:
+        """Return the engine's command line."""
+        command = [
+            python, "-m", "vllm.entrypoints.cli.main", "serve", str(sizes.model),
+            "--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED,
+            "--dtype", sizes.dtype, "--seed", "0", "--enforce-eager",
+            "--max-model-len", str(sizes.max_tokens),
+            "--max-num-seqs", str(sizes.at_once), "--max-num-batched-tokens", "2048",
+            "--kv-cache-memory-bytes", str(sizes.device_nbytes),
+            "--disable-uvicorn-access-log", *sizes.arguments,
+        ]  # fmt: skip
+        transfer = self.transfer(sizes, folder)
+        return command + (
+            [] if transfer is None else ["--kv-transfer-config", json.dumps(transfer)]
+        )
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return what is added to the environment."""
+        return ENV
+
+    def engine(self, port: int, processes: Sequence[Process], sizes: Sizes) -> Engine:
+        return Engine(port, processes)
 
 
 class Process:
@@ -148,7 +171,7 @@ class Process:
 
 
 class Engine:
-    """A running ``vllm serve``."""
+    """A running engine. This one is ``vllm serve``."""
 
     def __init__(self, port: int, processes: Sequence[Process]) -> None:
         self.address = f"http://127.0.0.1:{port}"
@@ -198,7 +221,8 @@ class Engine:
 
 def environment(added: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment with ``added``, and the sources of this checkout."""
-    folders = [ROOT, ROOT / "kernels", ROOT / "adapters" / "vllm", ROOT / "devtools"]
+    adapters = [ROOT / "adapters" / name for name in ("vllm", "sglang")]
+    folders = [ROOT, ROOT / "kernels", *adapters, ROOT / "devtools"]
     path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     given = {**os.environ, **added, "PYTHONPATH": os.pathsep.join(path)}
@@ -218,24 +242,14 @@ def running(
         if contender.beside is not None:
             beside = contender.beside(stack, sizes, folder, peer)
             processes += [beside] if beside is not None else []
-        python = str(peer) if contender.peer else sys.executable
         port = free_port()
-        command = [
-            python, "-m", "vllm.entrypoints.cli.main", "serve", str(sizes.model),
-            "--host", "127.0.0.1", "--port", str(port), "--served-model-name", SERVED,
-            "--dtype", sizes.dtype, "--seed", "0", "--enforce-eager",
-            "--max-model-len", str(sizes.max_tokens),
-            "--max-num-seqs", str(sizes.at_once), "--max-num-batched-tokens", "2048",
-            "--kv-cache-memory-bytes", str(sizes.device_nbytes),
-            "--disable-uvicorn-access-log", *sizes.arguments,
-        ]  # fmt: skip
-        transfer = contender.transfer(sizes, folder)
-        if transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(transfer)]
-        process = Process(command, logs / f"load-{contender.name}.log")
+        python = str(peer) if contender.peer else sys.executable
+        command = contender.command(python, sizes, folder, port)
+        log = logs / f"load-{contender.name}.log"
+        process = Process(command, log, contender.environment(folder))
         stack.callback(process.stop)
         processes.append(process)
-        engine = Engine(port, processes)
+        engine = contender.engine(port, processes, sizes)
         process.wait_until(engine.ready, f"the engine of {contender.name}")
         if contender.prefaults:
             line = PREFAULTED.split("%", 1)[0]
@@ -371,16 +385,16 @@ ALONE = "alone"
 CONTENDERS = {
     made.name: made
     for made in (
-        Contender(ALONE, False, _alone),
-        Contender("offloading", False, _offloading(_no_tiers)),
-        Contender("offloading-fs", False, _offloading(_fs)),
-        Contender("lmcache", False, _lmcache, _lmcache_server, peer=True),
-        Contender("kvcore", True, _kvcore, prefaults=True),
-        Contender("kvcore-disk", True, _kvcore_disk, prefaults=True),
-        Contender("kvcore-fusion", True, _kvcore_fusion, prefaults=True),
-        Contender("kvcore-server", True, _kvcore_served, _kvcore_server(False), prefaults=True),
-        Contender("kvcore-server-disk", True, _kvcore_served, _kvcore_server(True), prefaults=True),
-        Contender("kvcore-tier", True, _offloading(_kvcore_tier)),
+        Contender(ALONE, _alone),
+        Contender("offloading", _offloading(_no_tiers)),
+        Contender("offloading-fs", _offloading(_fs)),
+        Contender("lmcache", _lmcache, _lmcache_server, peer=True),
+        Contender("kvcore", _kvcore, prefaults=True),
+        Contender("kvcore-disk", _kvcore_disk, prefaults=True),
+        Contender("kvcore-fusion", _kvcore_fusion, prefaults=True),
+        Contender("kvcore-server", _kvcore_served, _kvcore_server(False), prefaults=True),
+        Contender("kvcore-server-disk", _kvcore_served, _kvcore_server(True), prefaults=True),
+        Contender("kvcore-tier", _offloading(_kvcore_tier)),
     )
 }
 

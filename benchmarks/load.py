@@ -1,12 +1,13 @@
-"""Real engines under load: vLLM alone, with its own offloading, with LMCache, and with kvcore.
+"""Real engines under load: alone, with their own offloading, with LMCache, and with kvcore.
 
     python -m benchmarks.load [--contenders alone offloading kvcore] [--rates 0.5 1] [--rounds 1]
     python -m benchmarks.load --short
+    python -m benchmarks.load --engine sglang [--contenders alone hicache hicache-file kvcore]
 
-Every contender is a ``vllm serve`` behind HTTP, with caches of the same sizes. They take turns: one
-engine runs at a time, is given every workload, and then asked some probes. All are given the same
-requests; in the chat also at the same times. `benchmarks._load_traffic` has the workloads and the
-generators, none of which is kvcore's; `benchmarks._load_servers` has the contenders.
+Every contender is an engine behind HTTP, vLLM or SGLang, with caches of the same sizes. They take
+turns: one engine runs at a time, is given every workload, and then asked some probes. All are given
+the same requests; in the chat also at the same times. `benchmarks._load_traffic` has the workloads
+and the generators, none of which is kvcore's; `benchmarks._load_servers` has the contenders.
 
     chat        all contexts together are 4 times the device's cache and 1.5 times the host's
     prefix      prefixes that together are twice the device's cache
@@ -38,7 +39,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks._load_servers import ALONE, CONTENDERS, NOT_BUILT, Engine, Sizes, Tokens, running
+from benchmarks import _load_servers, _load_sglang
+from benchmarks._load_servers import ALONE, NOT_BUILT, Contender, Engine, Sizes, Tokens, running
 from benchmarks._load_traffic import WORKLOADS, Generators, Scale, Served, Workload
 from benchmarks._report import Report
 from kvcore.harness.models import smollm2, tiny_model
@@ -63,7 +65,14 @@ FULL = Scale(
 SHORT = FULL._replace(users=12, turns=3, turn_tokens=192, rates=(1.0,), requests=16)
 DRAWN = "chat"
 """The workload of the picture: the one that is given at several rates."""
-DEFAULT = (ALONE, "offloading", "offloading-fs", "kvcore")
+ENGINES: Mapping[str, Mapping[str, Contender]] = {
+    "vllm": _load_servers.CONTENDERS,
+    "sglang": _load_sglang.CONTENDERS,
+}
+DEFAULT = {
+    "vllm": (ALONE, "offloading", "offloading-fs", "kvcore"),
+    "sglang": (ALONE, "hicache", "hicache-file", "kvcore", "kvcore-disk"),
+}
 PLACE = ("workload", "rate", "contender")
 SPEED = ("requests_s", "tokens_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 WORK = ("asked", "computed", "from_device", "from_cache", "memory_mib", "failed", "answers_differ")
@@ -132,6 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for place, measured in turn(name, workloads, sizes, options, probed):
                 found.setdefault((name, place), []).append(measured)
         notes = {**scale._asdict(), "rounds": number + 1, "dtype": options.dtype}
+        notes |= {"engine": options.engine}
         notes["model"] = options.model.name if options.model else options.arch
         notes |= {"device_bytes": sizes.device_nbytes, "host_bytes": sizes.host_nbytes}
         report_load(found, notes, options.out, options.picture)
@@ -155,7 +165,7 @@ def turn(
 ) -> Iterator[tuple[Place, Measured]]:
     """Run one contender's engine, yield what it did with each workload, and add its probes."""
     began = time.monotonic()
-    contender, log = CONTENDERS[name], options.out / f"load-{name}-generators.log"
+    contender, log = ENGINES[options.engine][name], options.out / f"load-{name}-generators.log"
     log.unlink(missing_ok=True)
     with (
         tempfile.TemporaryDirectory(prefix="kvcore-load-") as folder,
@@ -197,6 +207,11 @@ def probe(engine: Engine, sizes: Sizes) -> Probed:
     return Probed(tuple(answers), engine.tokens().since(before).external)
 
 
+def ours(name: str) -> bool:
+    """Return True if a contender is one of kvcore's."""
+    return name.startswith("kvcore")
+
+
 def turned(names: Sequence[str], number: int) -> list[str]:
     """Return the names beginning with another one in each round."""
     first = number % len(names)
@@ -235,7 +250,7 @@ def rows(found: Found) -> list[dict[str, Any]]:
         alone = found.get((ALONE, place))
         here = {name: numbers(found[name, place], alone) for name in names}
         for name, row in here.items():
-            peers = [here[n] for n in names if n != name and not CONTENDERS[n].ours]
+            peers = [here[n] for n in names if n != name and not ours(n)]
             for column in COMPARED:
                 base = here.get(ALONE, {}).get(column)
                 row[f"{column}_to_alone"] = ratio(row[column], base)
@@ -282,7 +297,7 @@ def bars(found: Found, probed: Mapping[str, Sequence[Probed]]) -> list[Bar]:
     made = [bar for row in rows(found) for bar in _bars_of(row, rows(found))]
     anywhere = Place("probes", None)
     for name in probed:
-        if CONTENDERS[name].ours and ALONE in probed:
+        if ours(name) and ALONE in probed:
             wrong = probes_wrong(probed, name)
             made.append(Bar("probes that differ", anywhere, name, ALONE, wrong, 0, False))
     return made
@@ -290,10 +305,10 @@ def bars(found: Found, probed: Mapping[str, Sequence[Probed]]) -> list[Bar]:
 
 def _bars_of(row: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
     place, name = Place(row["workload"], row["rate"]), row["contender"]
-    if not CONTENDERS[name].ours:
+    if not ours(name):
         return
     here = [r for r in every if (r["workload"], r["rate"]) == place]
-    others = [r for r in here if not CONTENDERS[r["contender"]].ours]
+    others = [r for r in here if not ours(r["contender"])]
     alone = next((r for r in others if r["contender"] == ALONE), None)
     if place.workload == "fits":
         if alone is not None:
@@ -352,7 +367,7 @@ def _report(
     name: str, columns: Sequence[str], found: Found, notes: Mapping[str, Any] | None = None
 ) -> Report:
     columns = [*PLACE, *columns]
-    report = Report(name, columns, f"the same vLLM without a cache behind it ({ALONE})", notes)
+    report = Report(name, columns, f"the same engine without a cache behind it ({ALONE})", notes)
     for row in rows(found):
         report.add(**{column: row[column] for column in columns})
     return report
@@ -399,7 +414,7 @@ def plot(figure: Any, found: Sequence[Mapping[str, Any]]) -> None:
         for name in names:
             mine = [row for row in timed if row["contender"] == name]
             seconds = [row[column] / 1000 for row in mine]
-            style = "-o" if CONTENDERS[name].ours else "--s"
+            style = "-o" if ours(name) else "--s"
             axes.plot([row["rate"] for row in mine], seconds, style, label=name)
         axes.set_title(title)
         axes.set_xticks(sorted({row["rate"] for row in timed}))
@@ -414,7 +429,9 @@ def plot(figure: Any, found: Sequence[Mapping[str, Any]]) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help=_default(DEFAULT))
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
+    every = sorted({name for contenders in ENGINES.values() for name in contenders})
+    parser.add_argument("--contenders", nargs="+", choices=every, help="by default without LMCache")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help=_default(WORKLOADS[:3]))
     parser.add_argument("--short", action="store_true", help="two contenders, one load, minutes")
     parser.add_argument("--rounds", type=int, default=1)
@@ -436,10 +453,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--picture", type=Path, help="where to put the picture as well")
     options = parser.parse_args(arguments)
-    defaults = ((ALONE, "kvcore"), ("chat",)) if options.short else (DEFAULT, WORKLOADS[:3])
+    usual = DEFAULT[options.engine]
+    defaults = ((ALONE, "kvcore"), ("chat",)) if options.short else (usual, WORKLOADS[:3])
     options.contenders = options.contenders or [*defaults[0]]
     options.workloads = options.workloads or [*defaults[1]]
-    if options.peer_python is None and any(CONTENDERS[n].peer for n in options.contenders):
+    contenders = ENGINES[options.engine]
+    if unknown := [name for name in options.contenders if name not in contenders]:
+        parser.error(f"{options.engine} has no {unknown[0]}: choose of {', '.join(contenders)}")
+    if options.engine != "vllm" and options.arch != SMOLLM2:
+        parser.error(f"--arch {options.arch} is for vLLM")
+    if options.peer_python is None and any(contenders[n].peer for n in options.contenders):
         parser.error("lmcache needs --peer-python: run python3 -m tools.env_load")
     return options
 

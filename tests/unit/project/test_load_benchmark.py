@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import _load_servers as servers
+from benchmarks import _load_sglang as sglang
 from benchmarks import _load_traffic as traffic
 from benchmarks import load
 from benchmarks._load_servers import Tokens
@@ -208,6 +209,32 @@ vllm:prompt_tokens_total{engine="0"} 5.0
     assert servers.tokens_of(text) == Tokens(1692, 1500, 128, 64)
     assert servers.tokens_of(text).since(Tokens(692, 500, 128, 64)) == Tokens(1000, 1000, 0, 0)
     assert servers.tokens_of("") == Tokens(0, 0, 0, 0)
+
+
+def test_tokens_from_sglangs_metrics() -> None:
+    text = """
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{is_streaming="true",model_name="load"} 700.0
+sglang:prompt_tokens_total{is_streaming="false",model_name="load"} 300.0
+sglang:cached_tokens_total{cache_source="device",model_name="load"} 200.0
+sglang:cached_tokens_total{cache_source="host",model_name="load"} 64.0
+sglang:cached_tokens_total{cache_source="storage",model_name="load"} 16.0
+"""
+    assert sglang.tokens_of(text) == Tokens(1000, 720, 200, 80)
+    assert sglang.tokens_of("") == Tokens(0, 0, 0, 0)
+
+
+def test_contenders_are_those_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load.parse(["--engine", "sglang"]).contenders == [*load.DEFAULT["sglang"]]
+    assert [*sglang.CONTENDERS] == [*load.DEFAULT["sglang"]]
+    for wrong, told in (
+        (["--engine", "sglang", "--contenders", "lmcache"], "sglang has no lmcache"),
+        (["--contenders", "hicache"], "vllm has no hicache"),
+        (["--engine", "sglang", "--arch", "lfm2"], "is for vLLM"),
+    ):
+        with pytest.raises(SystemExit):
+            load.parse(wrong)
+        assert told in capsys.readouterr().err
 
 
 def test_memory_of_one_session(tmp_path: Path) -> None:
