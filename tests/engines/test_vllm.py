@@ -367,6 +367,7 @@ def test_a_disk_that_cannot_be_used_is_left_out(
         assert forgotten.reused_tokens == 0, "reset_prefix_cache(reset_connector=True) kept blocks"
 
 
+@pytest.mark.exhaustive
 def test_the_real_model_answers_alike_from_every_tier(tmp_path: Path) -> None:
     """SmolLM2: text that can be read, 30 layers, three heads."""
     real = smollm2()

@@ -38,6 +38,7 @@ def test_steps_overlap_only_with_asynchronous_scheduling(
     assert seen.ahead >= seen.steps // 2 if asynchronous else seen.ahead == 0, seen
 
 
+@pytest.mark.exhaustive
 def test_model_runner_v2_answers_as_v1_does_and_loads(model: Path) -> None:
     prompts = windows(model, 1, 60, 100, seed=9)
     with engine(model, None) as process:

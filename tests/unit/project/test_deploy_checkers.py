@@ -74,6 +74,7 @@ def test_checkov_finds_a_fault_where_there_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkov_and_hadolint_find_no_fault_with_the_image() -> None:
     failed, passed = checkov("dockerfile", "--file", str(DEPLOY / "Dockerfile"))
     assert failed == []
