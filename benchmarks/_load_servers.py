@@ -125,6 +125,7 @@ class Contender:
         return ENV
 
     def engine(self, port: int, processes: Sequence[Process], sizes: Sizes) -> Engine:
+        """Return the engine that its processes serve at a port. It may not be ready."""
         return Engine(port, processes)
 
 
