@@ -246,7 +246,7 @@ class ServedPages(Pages):
     # -- pages ----------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
-        """Store pages as `Pages.put` does: here, in the server's host memory."""
+        """Store pages as `Pages.put` does: here, in the server's host memory, for all clients."""
         with self._books:
             if not self._serves:
                 return [False] * len(keys)
@@ -270,7 +270,17 @@ class ServedPages(Pages):
 
         for at in self._move(len(keys), plan, ended):  # held already, or no room
             done[at] = bool(self._look(blocks[at], space[:KEY_BYTES], time.monotonic() + LOOKUP_S))
+        if any(done):
+            self._pass_reports(blocks[0], space[:KEY_BYTES])
         return done
+
+    def _pass_reports(self, block: bytes, space: bytes) -> None:
+        """Wait until the server has read this client's reports: others then find what it stored.
+
+        They are on their way to it when a save has ended here. It answers what comes after them.
+        """
+        with self._leading:
+            self._manager.get_match((block,), space)
 
     def get(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
         """Read pages as `Pages.get` does. Each load ends after ``deadline_s`` at most."""
