@@ -339,7 +339,7 @@ def _await_memory(process: EngineProcess) -> None:
 
 
 def _tiny() -> Path:
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=None)
 
 
 def fast_dtype() -> str:

@@ -143,7 +143,7 @@ class World:
 
 def count(world: World, ratio: float, selector: str, *, look: bool = False) -> dict[str, Counts]:
     """Return what a blend asks for by its parts: before the layers, each look, and each layer."""
-    calls = DeviceCalls()
+    calls = DeviceCalls(multiplies=False)
     looks = range(LAYERS if look else 0)
     begun: list[int] = []
 

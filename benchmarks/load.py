@@ -153,7 +153,9 @@ def model_of(arch: str) -> Path:
     """Return SmolLM2, or a random model of about a quarter of its size."""
     if arch == SMOLLM2:
         return smollm2()
-    return tiny_model(arch, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128)
+    return tiny_model(
+        arch, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128, vocabulary=None
+    )
 
 
 def turn(

@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--only", nargs="+", choices=list(CONTENDERS))
     made.add_argument("--out", type=Path, default=Path("results"))
     options = made.parse_args(arguments)
-    model = tiny_model(layers=options.layers, heads=2, kv_heads=1, head_dim=32)
+    model = tiny_model(layers=options.layers, heads=2, kv_heads=1, head_dim=32, vocabulary=None)
     most = max(options.running)
     rounds: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with ExitStack() as stack:

@@ -326,7 +326,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         from tools.env_routers import ROUTERS
 
-        model = options.model or tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+        model = options.model or tiny_model(
+            "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=None
+        )
         answers = list(run(model, AutoTokenizer.from_pretrained(model), options, console))
     except (KVCoreError, urllib.error.URLError) as error:
         console.print(f"[red]{type(error).__name__}:[/red] {error}", highlight=False, markup=True)

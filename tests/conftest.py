@@ -1,6 +1,5 @@
 """Settings for every test."""
 
-import gc
 import logging
 import os
 import re
@@ -60,12 +59,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported out of each search through memory.
+    from support.collector import forget_imports
 
-    Modules of torch, transformers and vLLM have millions of objects. The collector of garbage and
-    kvcore's search for an engine's model would go through them again and again.
-    """
-    gc.freeze()
+    forget_imports()
 
 
 def _leave_the_machine_alone(own: Path) -> None:
@@ -99,6 +95,8 @@ def _take_cores() -> None:
         cores = sorted(os.sched_getaffinity(0))
         mine = cores[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
         os.sched_setaffinity(0, mine or cores)
+        if len(mine) == 1:  # as what is told so: engines with one environment share their imports
+            os.environ["OMP_NUM_THREADS"] = "1"
         if torch := sys.modules.get("torch"):
             # Imported by another conftest, it has counted the cores already, and threads that share
             # one core wait for each other by spinning.

@@ -51,7 +51,7 @@ _OF_A_TEST = "PYTEST_CURRENT_TEST"
 """An environment variable that changes with each test and that no engine reads."""
 _NOT_COMPARED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 """Environment variables that torch sets, to what it takes without them."""
-_OF_A_CHILD = ("KVCORE_", "UCX_")
+_OF_A_CHILD = ("KVCORE_", "OTEL_", "UCX_", "VLLM_CPU_")
 """How environment variables begin that are read when an engine starts, not while it is imported."""
 
 

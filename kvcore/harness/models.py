@@ -41,6 +41,8 @@ from kvcore.harness.deepseek_v4 import weights
 __all__ = [
     "ARCHITECTURES",
     "SMALL_VOCABULARY",
+    "TOKENIZER_FILES",
+    "made_once",
     "model_cache",
     "smollm2",
     "tiny_deepseek_v4",
@@ -88,7 +90,7 @@ def smollm2(cache_dir: Path | None = None) -> Path:
         FormatError: the converted model does not answer as it should.
     """
     target = (cache_dir or model_cache()) / f"{SMOLLM2_NAME}-bf16-r{REVISION}"
-    return _made_once(target, _dequantise_smollm2)
+    return made_once(target, _dequantise_smollm2)
 
 
 def token_nbytes(model: Path | str, dtype: str) -> int:
@@ -135,7 +137,7 @@ def tiny_model(
     max_positions: int = 8192,
     sliding_window: int = 256,
     seed: int = 0,
-    vocabulary: int | None = None,
+    vocabulary: int | None = SMALL_VOCABULARY,
     latent: tuple[int, int] | None = None,
     cache_dir: Path | None = None,
 ) -> Path:
@@ -154,8 +156,9 @@ def tiny_model(
             keeps a latent (MLA), every layer dense; the others have full attention.
         sliding_window: tokens that a layer with a window sees (for ``mistral``, 0 means all).
             Ignored by architectures without a window.
-        vocabulary: number of tokens; None means as many as the tokenizer has. A small one is for
-            engines that are given tokens: each answer multiplies its hidden state by all of them.
+        vocabulary: number of tokens. The default is for engines that are given tokens: each answer
+            multiplies its hidden state by all of them. None means as many as the tokenizer has, for
+            text.
         latent: for ``deepseek_v2``, width of a token's latent and of its rotary part. vLLM's kernel
             for CPUs takes (512, 64) only.
 
@@ -173,7 +176,7 @@ def tiny_model(
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
     target = root / f"tiny-{arch}-{shape.digest}-r{REVISION}"
-    return _made_once(target, lambda folder: _write_tiny(folder, shape, tokenizer))
+    return made_once(target, lambda folder: _write_tiny(folder, shape, tokenizer))
 
 
 def tiny_lora(path: Path, model: Path, *, rank: int = 8, seed: int = 0) -> Path:
@@ -214,7 +217,7 @@ def tiny_eagle(model: Path, *, seed: int = 5, cache_dir: Path | None = None) -> 
     """
     root = cache_dir or model_cache()
     digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
-    return _made_once(
+    return made_once(
         root / f"tiny-eagle-{digest}-r{REVISION}", lambda folder: _write_eagle(folder, model, seed)
     )
 
@@ -227,7 +230,7 @@ def tiny_mtp(model: Path, *, seed: int = 6, cache_dir: Path | None = None) -> Pa
     """
     root = cache_dir or model_cache()
     digest = hashlib.sha256(f"{model.name} {seed}".encode()).hexdigest()[:12]
-    return _made_once(
+    return made_once(
         root / f"tiny-mtp-{digest}-r{REVISION}", lambda folder: _write_mtp(folder, model, seed)
     )
 
@@ -238,7 +241,7 @@ def tiny_deepseek_v4(*, seed: int = 0, cache_dir: Path | None = None) -> Path:
     It has no tokenizer, and 512 tokens. See `kvcore.harness.deepseek_v4`.
     """
     root = cache_dir or model_cache()
-    return _made_once(
+    return made_once(
         root / f"tiny-deepseek_v4-{seed}-r{REVISION}",
         lambda folder: _write_deepseek_v4(folder, seed),
     )
@@ -257,7 +260,7 @@ def tiny_vision_model(cache_dir: Path | None = None) -> Path:
     """
     root = cache_dir or model_cache()
     tokenizer = smollm2(cache_dir)
-    return _made_once(
+    return made_once(
         root / f"tiny-idefics3-r{REVISION}", lambda folder: _write_idefics3(folder, tokenizer)
     )
 
@@ -265,7 +268,7 @@ def tiny_vision_model(cache_dir: Path | None = None) -> Path:
 # --- folders that are complete or absent ------------------------------------------------------
 
 
-def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def made_once(target: Path, make: Callable[[Path], object]) -> Path:
     """Return `target`, and let `make` fill it if needed. Blocks while another process does."""
     if not _is_whole(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +279,7 @@ def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _replace(target: Path, make: Callable[[Path], None]) -> None:
+def _replace(target: Path, make: Callable[[Path], object]) -> None:
     """Let `make` fill a new folder, list its files, and rename the folder to `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -484,7 +487,7 @@ def _main(arguments: list[str] | None = None) -> int:
         if options.model == "smollm2":
             print(smollm2(options.cache_dir))
         else:
-            print(tiny_model(options.model, cache_dir=options.cache_dir))
+            print(tiny_model(options.model, vocabulary=None, cache_dir=options.cache_dir))
     except (UnsupportedError, FormatError) as error:
         print(f"kvcore: {error}", file=sys.stderr)
         return 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from kvcore.harness.models import TOKENIZER_FILES, made_once, model_cache
 
 SOURCES = (
     "argparse",
@@ -52,18 +56,38 @@ def tokens(model: Path) -> list[int]:
 
     A model with a smaller vocabulary than its tokenizer gets the remainders.
     """
+    config = json.loads((model / "config.json").read_text())
+    size = config.get("text_config", config)["vocab_size"]
+    return [each if each < size else each % (size - 1) + 1 for each in _text(model)]
+
+
+def _text(model: Path) -> Sequence[int]:
+    """Return the text in tokens of the model's tokenizer, which many models may have.
+
+    It is kept beside the models: tokenizing takes some seconds of a core.
+    """
+    library = Path(random.__file__).parent
+    texts = [path.read_text() for name in SOURCES if (path := library / f"{name}.py").exists()]
+    files = [file for name in TOKENIZER_FILES if (file := model / name).exists()]
+    if not files:  # a tokenizer of another kind
+        return _tokenized(model, texts)
+    digest = hashlib.sha256()
+    for part in (*(file.read_bytes() for file in files), *map(str.encode, texts)):
+        digest.update(hashlib.sha256(part).digest())
+    folder = made_once(
+        model_cache() / f"text-{digest.hexdigest()[:16]}",
+        lambda folder: (folder / "tokens").write_bytes(array("i", _tokenized(model, texts))),
+    )
+    found = array("i")
+    found.frombytes((folder / "tokens").read_bytes())
+    return found
+
+
+def _tokenized(model: Path, texts: Sequence[str]) -> list[int]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    library = Path(random.__file__).parent
-    found: list[int] = []
-    for name in SOURCES:
-        path = library / f"{name}.py"
-        if path.exists():
-            found += tokenizer(path.read_text())["input_ids"]
-    config = json.loads((model / "config.json").read_text())
-    size = config.get("text_config", config)["vocab_size"]
-    return [each if each < size else each % (size - 1) + 1 for each in found]
+    return [token for text in texts for token in tokenizer(text)["input_ids"]]
 
 
 def windows(model: Path, count: int, shortest: int, longest: int, seed: int) -> list[list[int]]:

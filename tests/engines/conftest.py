@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 """How each engine finds kvcore."""
@@ -29,6 +29,4 @@ def adapter_is_found(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def model() -> Path:
     """A small random Llama, which answers hundreds of prompts in minutes."""
-    return tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-    )
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)

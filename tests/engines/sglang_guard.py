@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ RECOVERY = {
 """What kvcore calls after an error in a method, by that method."""
 
 
+@cache
 def cases() -> dict[str, list[Part]]:
     """Return the parts that raise together, by name."""
     covered = [Part(owner, name) for owner in (KVCoreLinker, LayerGate) for name in methods(owner)]

@@ -17,7 +17,7 @@ from kvcore.harness.compare import (
     sglang_tiers,
     small_engine,
 )
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 
 VLLM = Path(__file__).parents[2] / ".venvs" / "vllm" / "bin" / "python"
@@ -32,9 +32,7 @@ BLOCK = 16
 
 
 def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
-    model = tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-    )
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     prompts = windows(model, 16, 150, 900, seed=12)
     first, second = prompts[:8], prompts[8:]
     kvcore = sglang_tiers(tmp_path)
@@ -67,7 +65,6 @@ def test_neither_reads_what_the_other_computed_otherwise(tmp_path: Path) -> None
         heads=4,
         kv_heads=2,
         head_dim=64,
-        vocabulary=SMALL_VOCABULARY,
         sliding_window=256,
     )
     prompts = windows(model, 4, 600, 900, seed=13)

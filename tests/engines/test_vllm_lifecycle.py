@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcore.harness.compare import SPACE
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 from kvcore.testing.faults.process import write_injector
 
 pytestmark = pytest.mark.engine
@@ -38,9 +38,7 @@ def run(program: str, *arguments: object, **env: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    other = tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY, seed=5
-    )
+    other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=5)
     disk, faults = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("faults")
     write_injector(faults)
     return run("vllm_lifecycle.py", model, other, disk, faults, PLUGIN=str(faults))[-1]
@@ -79,9 +77,12 @@ def test_a_read_that_hangs_holds_up_no_pause(history: dict[str, Any]) -> None:
 )
 def errors(request: pytest.FixtureRequest, model: Path) -> dict[str, Any]:
     """What errors did, each with its load in the step or between steps in turn, or in both."""
-    found = run("vllm_guard.py", model, *request.param)[-1]
-    return {**found, "everywhere": bool(request.param)}
+    *starts, found = run("vllm_guard.py", model, *request.param, *map(",".join, AT_THE_START))
+    return {**found, "starts": starts, "everywhere": bool(request.param)}
 
+
+AT_THE_START = (["tell_untried", "warm_up_blends"], ["watch_weights"])
+"""Functions of the connector's module that raise when it is made, those of a group together."""
 
 HARMLESS = ("KVCoreStats", "KVCorePromMetrics", "PrometheusSink", "Metrics.transferred")
 """Parts without which kvcore serves on: counts are lost, and nothing else."""
@@ -117,10 +118,8 @@ def test_an_error_in_any_call_ends_kvcore_and_not_vllm(errors: dict[str, Any], l
     assert errors["reused"], "kvcore serves between the errors"
 
 
-def test_an_error_at_the_start_ends_kvcore_and_not_vllm(
-    model: Path, errors: dict[str, Any]
-) -> None:
-    groups = [["tell_untried", "warm_up_blends"], ["watch_weights"]]
-    found = run("vllm_guard.py", model, "--start", *map(",".join, groups))
-    assert [each["raised"] for each in found] == [["PrometheusSink", *names] for names in groups]
+def test_an_error_at_the_start_ends_kvcore_and_not_vllm(errors: dict[str, Any]) -> None:
+    found = errors["starts"]
+    wanted = [["PrometheusSink", *names] for names in AT_THE_START]
+    assert [each["raised"] for each in found] == wanted
     assert [each["answers"] for each in found] == [[errors["right"]] * 2] * 2

@@ -21,7 +21,7 @@ from kvcore.harness.compare import (
     small_engine,
 )
 from kvcore.harness.engine_process import EngineProcess
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore_devtools.disagg_proxy import prefill, split
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
@@ -58,9 +58,7 @@ def settings(listen: str, **more: Any) -> dict[str, Any]:
 def test_one_computes_and_the_other_answers() -> None:
     """What is right is what the first says when it answers itself, under a salt that nothing else
     has: without any KV of kvcore's. The other learns of the first by promises alone."""
-    model = tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-    )
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     documents = windows(model, 8, 150, 600, seed=1)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
     env = {"UCX_TLS": "tcp"}
@@ -113,9 +111,7 @@ def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     """The first engine may be gone, since its server has promised; a server that is gone costs the
     computing alone."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    model = tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-    )
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     documents = windows(model, 6, 150, 600, seed=2)
     asked, [gone], [lost] = documents[:4], documents[4:5], documents[5:]
     with small_engine(model, None, enable_prefix_caching=False) as plain:

@@ -141,7 +141,7 @@ def port() -> int:
 @pytest.fixture
 def model() -> Path:
     """One that is given text."""
-    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+    return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=None)
 
 
 @pytest.fixture

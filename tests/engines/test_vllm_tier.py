@@ -18,7 +18,7 @@ import pytest
 
 from kvcore.harness.compare import SMALL
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from support.environments import python_of
 
@@ -82,7 +82,7 @@ def logprobs(answers: Sequence[Generation]) -> list[float]:
 
 
 def model_of(kind: str) -> Path:
-    return tiny_model(kind, layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY)
+    return tiny_model(kind, layers=4, heads=4, kv_heads=2, head_dim=64)
 
 
 def check_a_restart(kind: str, folder: Path, **args: Any) -> list[Generation]:

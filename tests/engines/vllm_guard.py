@@ -1,4 +1,4 @@
-"""kvcore fails in each call of a real vLLM: ``python vllm_guard.py MODEL [--all]``.
+"""kvcore fails in each call of a real vLLM: ``python vllm_guard.py MODEL [--all] [GROUP ...]``.
 
 Engine core and worker are in this process, so that each part of kvcore can be made to raise. The
 parts are found by looking at the classes: a method that is added later is planted too. A part
@@ -7,9 +7,9 @@ starts anew. A case has its load in the step or between steps, whichever is its 
 both, and more parts raise, also after their work. Prints, by where the load was and by the part
 that failed, why kvcore stopped, and whether the answers were right, as JSON.
 
-With ``--start``, and groups of names with commas between them, the functions of a group in the
-connector's module raise at the start, and so does the sink of the metrics. Prints what was raised,
-and the answers, as a line for each group. Each has a fork of its own.
+First the functions of each group in the connector's module raise at the start, and so does the sink
+of the metrics. A group is names with commas between them. Prints what was raised, and the answers,
+as a line for each group. Each has a fork of its own, because modules take longest to import.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def start(model: str, names: list[str]) -> None:
 
 
 def starts(model: str, groups: list[str]) -> None:
-    """Run each group of a start in a fork, because modules take longest to import."""
+    """Run each group of a start in a fork."""
     for group in groups:
         child = os.fork()
         if not child:
@@ -248,7 +248,5 @@ def starts(model: str, groups: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2:3] == ["--start"]:
-        starts(sys.argv[1], sys.argv[3:])
-    else:
-        main(sys.argv[1], everywhere=sys.argv[2:] == ["--all"])
+    starts(sys.argv[1], [group for group in sys.argv[2:] if group != "--all"])
+    main(sys.argv[1], everywhere="--all" in sys.argv)

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from kvcore.harness.models import SMALL_VOCABULARY
 from kvcore.harness.prompts import words
 from kvcore_trtllm.testing import Harness
 
@@ -19,7 +20,7 @@ Make = Callable[..., Harness]
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    return words(seed, count, range(1, 49152))
+    return words(seed, count, range(1, SMALL_VOCABULARY))
 
 
 def leader(harness: Harness) -> Any:

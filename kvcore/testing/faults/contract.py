@@ -33,7 +33,7 @@ from kvcore.harness.compare import (
     small_engine,
 )
 from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
-from kvcore.harness.models import SMALL_VOCABULARY, tiny_model
+from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from kvcore.testing.faults.cells import (
     BLENDS,
@@ -79,9 +79,7 @@ class FaultContract:
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> Path:
-        return tiny_model(
-            "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-        )
+        return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
 
     @pytest.fixture(scope="class")
     @classmethod

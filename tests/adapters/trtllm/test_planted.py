@@ -46,6 +46,7 @@ from kvcore_trtllm.promises import Promises
 from kvcore_trtllm.salt import fusion_salt
 from kvcore_trtllm.testing import Harness, HarnessArgs, Limits, State, standins
 from kvcore_trtllm.worker import Tally, WorkerConnector
+from support.collector import forget_imports, forget_records
 from support.trtllm_harness import BLOCK, settle, tokens
 
 pytestmark = pytest.mark.slow  # a model runs in the harness
@@ -263,6 +264,7 @@ class Trials:
             why = harness.scheduler._left or leader.disabled
             why = why or "".join(worker._side._rank.stopped for worker in workers)
             after = bool(ended) or self._answers(harness, where, ranks)
+        forget_records()
         return Found([bool(one) for one in called], wrong, failed, ended, why, after)
 
 
@@ -355,6 +357,7 @@ def test_an_error_in_any_call_ends_kvcore_and_not_tensorrt_llm(
     parts = [part for part in parts_of(adapter, ranks, where) if not part.after]
     quiet = trials.trial(parts, where, ranks, harmless=True)
     assert (quiet.wrong, quiet.failed, quiet.why, quiet.after) == (False, False, "", True)
+    forget_imports()  # each connector searches for its model in what is left
     called = {part for part, one in zip(parts, quiet.raised, strict=True) if one}
     cases = cases_of(adapter, ranks, where, called)
     owners = {**CALLED, **(CALLED_IN_A_BLEND if blends else {})}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,17 @@ class _Module(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_looked_at_here() -> None:
+    """Have vLLM look at a model's class in this process.
+
+    It does so in one of its own, lest a GPU wake. That process imports all of vLLM, for 17 s of a
+    core a class.
+    """
+    if "vllm" in sys.modules:
+        from vllm.model_executor.models import registry
+
+        looks: Any = registry
+        looks._run_in_subprocess = lambda look: look()

@@ -34,7 +34,7 @@ from kvcore.harness.compare import (
     warm,
 )
 from kvcore.harness.engine_process import EngineProcess, Generation
-from kvcore.harness.models import SMALL_VOCABULARY, smollm2, tiny_model
+from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import mixed, windows
 from kvcore_devtools.hosts import Network
 from kvcore_devtools.servers import Server, Start, free_port, need_client, redis_like
@@ -225,9 +225,7 @@ def test_stages_on_two_hosts(two: Two, store: Server, tmp_path: Path) -> None:
 
 def test_blends_of_ranks_on_two_hosts(two: Two, tmp_path: Path) -> None:
     """Ranks agree on each layer over the network, also where a blend fails on the far rank."""
-    model = tiny_model(
-        "llama", layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=SMALL_VOCABULARY
-    )
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
     chunks = windows(model, 6, 150, 260, seed=31)
     asked = mixed(model, chunks, 4, seed=7)
     fail = tmp_path / "fail"

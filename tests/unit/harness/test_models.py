@@ -30,7 +30,7 @@ def test_a_folder_is_made_once(tmp_path: Path) -> None:
 
     target = tmp_path / "cache" / "model"
     for _ in range(3):
-        assert models._made_once(target, make) == target
+        assert models.made_once(target, make) == target
     assert len(calls) == 1
     assert (target / "model.safetensors").read_text() == "weights"
     assert visible(target.parent) == ["model"]
@@ -42,14 +42,14 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError, match="power cut"):
-        models._made_once(tmp_path / "model", make)
+        models.made_once(tmp_path / "model", make)
     assert visible(tmp_path) == []
 
 
 @pytest.mark.parametrize("harm", ["truncate", "remove", "manifest", "no manifest"])
 def test_a_damaged_folder_is_made_again(tmp_path: Path, harm: str) -> None:
     target = tmp_path / "model"
-    models._made_once(target, write)
+    models.made_once(target, write)
     weights, manifest = target / "model.safetensors", target / models.MANIFEST
     if harm == "truncate":
         weights.write_text("wei")
@@ -59,7 +59,7 @@ def test_a_damaged_folder_is_made_again(tmp_path: Path, harm: str) -> None:
         manifest.write_text('{"files": {')
     else:
         manifest.unlink()
-    models._made_once(target, lambda folder: write(folder, "new weights"))
+    models.made_once(target, lambda folder: write(folder, "new weights"))
     assert weights.read_text() == "new weights"
     assert visible(tmp_path) == ["model"]
 
@@ -74,7 +74,7 @@ def test_many_at_once_agree(tmp_path: Path) -> None:
         write(folder)
 
     with ThreadPoolExecutor(8) as threads:
-        futures = [threads.submit(models._made_once, target, make) for _ in range(32)]
+        futures = [threads.submit(models.made_once, target, make) for _ in range(32)]
     assert {future.result() for future in futures} == {target}
     assert len(calls) == 1, "the others wait instead of making it too"
     assert models._is_whole(target)

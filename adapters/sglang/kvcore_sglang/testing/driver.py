@@ -415,6 +415,7 @@ def preload(model: str) -> Collection[str] | None:
     with contextlib.suppress(UnsupportedError):  # an older SGLang has no linkers
         import kvcore_sglang.linker  # noqa: F401
     _flush_without_collecting()
+    _resolve_settings_once()
     return list(MODEL_MODULES) if small else None
 
 
@@ -429,6 +430,31 @@ def _flush_without_collecting() -> None:
 
         mixin: Any = CpuDeviceMixin
         mixin.empty_cache = lambda self: None
+
+
+def _resolve_settings_once() -> None:
+    """Let SGLang resolve its settings once, and not whenever kvcore's state is asked for.
+
+    A test asks until all saves have ended. Each reply has all settings, and SGLang resolves them
+    for as long as a step of a small model takes.
+    """
+    try:
+        from sglang.srt.runtime_context import RuntimeContext
+
+        real = RuntimeContext.resolved_server_args_dict
+    except (ImportError, AttributeError):  # an older SGLang
+        return
+    resolved: dict[int, dict[str, Any]] = {}
+
+    def resolve(self: Any, base: dict[str, Any] | None = None) -> Any:
+        if base is None:
+            settings = self.server_args
+            if id(settings) not in resolved:
+                resolved[id(settings)] = settings.resolved_dict()
+            base = resolved[id(settings)]
+        return real(self, base)
+
+    RuntimeContext.resolved_server_args_dict = resolve
 
 
 def run(descriptor: int) -> None:
