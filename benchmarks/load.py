@@ -154,8 +154,9 @@ def model_of(arch: str) -> Path:
     if arch == SMOLLM2:
         return smollm2()
     return tiny_model(
-        arch, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128, vocabulary=None
-    )
+        arch, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128, vocabulary=None,
+        mlp_width=1024,
+    )  # fmt: skip
 
 
 def turn(

@@ -44,7 +44,7 @@ HOST_BYTES = 512 << 20
 def model_of(kind: str) -> Path:
     return tiny_model(
         kind, layers=12, heads=8, kv_heads=4, head_dim=64, sliding_window=128,
-        vocabulary=VOCABULARY,
+        vocabulary=VOCABULARY, mlp_width=1024,
     )  # fmt: skip
 
 

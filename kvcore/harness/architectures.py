@@ -29,6 +29,7 @@ class Shape:
         seed: int,
         vocabulary: int | None = None,
         latent: tuple[int, int] | None = None,
+        mlp_width: int | None = None,
     ) -> None:
         self.arch = arch
         self.seed = seed
@@ -39,7 +40,7 @@ class Shape:
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
             "hidden_size": heads * head_dim,
-            "intermediate_size": 2 * heads * head_dim,
+            "intermediate_size": mlp_width or heads * head_dim // 2,
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": False,
         }
