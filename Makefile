@@ -104,7 +104,7 @@ demo-router: env env-sglang env-routers
 
 # Both cores are busy. A test of an engine waits for a quarter of its time, so two of them are on each
 # core: vLLM's beside what needs no engine, and then beside SGLang's, whose environment is made
-# meanwhile. Kernels, which wait least, come last, at a lower priority.
+# meanwhile. Kernels, which wait least, come after vLLM's, beside SGLang's and at a lower priority.
 CHOSEN = not exhaustive
 # Answers of engines without kvcore are read from tests/answers. Nightly, the engines are asked again.
 ANSWERS = use
@@ -126,7 +126,10 @@ test-all:
 # its runs when it has ended. What fails in one run does not hide what fails in another.
 OPTIONS = $(SPREAD) --answers=$(ANSWERS) $(PYTEST)
 test-vllm: env-vllm-0.30 env-vllm-0.33 model
-	$(RUN) -m pytest $(VLLM_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS)
+	@code=0; \
+	set -x; $(RUN) -m pytest $(VLLM_TESTS) -m "not whole_machine and ($(CHOSEN))" $(OPTIONS) || code=1; \
+	nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS) || code=1; \
+	exit $$code
 
 test-beside: env-release model
 	@code=0; \
@@ -135,7 +138,6 @@ test-beside: env-release model
 	run $(PYTHON) tools/env.py sglang; \
 	run $(PYTHON) tools/env.py sglang-0.5.20; \
 	run $(RUN_SGLANG) -m pytest $(SGLANG_TESTS) -m "$(CHOSEN)" $(OPTIONS); \
-	run nice -n 10 $(RUN) -m pytest tests/kernels -m "$(CHOSEN)" $(OPTIONS); \
 	exit $$code
 
 test-sglang: env-sglang

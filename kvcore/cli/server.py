@@ -36,6 +36,10 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
     Raises ConfigError if the settings cannot be served, or if another server has the folder.
     """
+    # Every model needs torch. Its import takes seconds, in which no message would be answered: it is
+    # done before anybody is told that the server listens.
+    import torch  # noqa: F401
+
     from kvcore.server.server import Server
 
     log.configure(config.log.level, config.log.format)

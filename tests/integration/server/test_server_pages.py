@@ -330,6 +330,13 @@ def test_a_server_that_stands_still_costs_one_deadline_and_no_row(
     jobs.close()
 
 
+def test_a_server_that_listens_answers_its_first_client_at_once(folder: Path) -> None:
+    """What a model needs has been imported by then, for which a thread holds the interpreter."""
+    given = ["server.address=local", f"server.folder={folder}", f"host.capacity={ROOM * NBYTES}B"]
+    with server_process(*given, "host.huge_pages=false") as process:
+        assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
 def test_a_client_may_start_before_its_server(start: Start, join: Join, folder: Path) -> None:
     one = join(client_of(folder, deadline_s=0.2))
     assert put(one, ["a"]) == []
