@@ -10,6 +10,7 @@ A server runs on this machine, or on a host of `kvcore_devtools.hosts`.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -96,6 +97,13 @@ def program(name: str) -> str:
 
 _FIRST_PORT = 18_000  # below, clients of Mooncake Store pick theirs at random (12300 to 17000)
 _reserved: list[socket.socket] = []
+
+
+@atexit.register
+def _give_back() -> None:
+    """Close the marks of reserved ports: Python names each one that is open at its end."""
+    while _reserved:
+        _reserved.pop().close()
 
 
 def free_port(count: int = 1) -> int:
