@@ -36,14 +36,14 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
 
     Raises ConfigError if the settings cannot be served, or if another server has the folder.
     """
-    # Every model needs torch. Its import takes seconds, in which no message would be answered, so
-    # it comes before anybody is told that the server listens.
-    import torch  # noqa: F401
-
     from kvcore.server.server import Server
 
     log.configure(config.log.level, config.log.format)
     check(config)
+    # Every model needs torch. Its import takes seconds, in which no message would be answered, so
+    # it comes before anybody is told that the server listens.
+    import torch  # noqa: F401
+
     server = Server(config)
     address = server.open()
     for number in (signal.SIGINT, signal.SIGTERM):

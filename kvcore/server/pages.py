@@ -246,7 +246,10 @@ class ServedPages(Pages):
     # -- pages ----------------------------------------------------------------------------------
 
     def put(self, keys: Sequence[str], pages: Sequence[Buffers], space: bytes = b"") -> list[bool]:
-        """Store pages as `Pages.put` does: here, in the server's host memory, for all clients."""
+        """Store pages as `Pages.put` does, in the server's host memory.
+
+        All its clients find them once this returns.
+        """
         with self._books:
             if not self._serves:
                 return [False] * len(keys)
@@ -268,10 +271,11 @@ class ServedPages(Pages):
                         blocks[flight.at], Hit((blocks[flight.at],), space[:KEY_BYTES], (at_once,))
                     )
 
-        for at in self._move(len(keys), plan, ended):  # held already, or no room
-            done[at] = bool(self._look(blocks[at], space[:KEY_BYTES], time.monotonic() + LOOKUP_S))
+        without = self._move(len(keys), plan, ended)  # held already, or no room
         if any(done):
             self._pass_reports(blocks[0], space[:KEY_BYTES])
+        for at in without:
+            done[at] = bool(self._look(blocks[at], space[:KEY_BYTES], time.monotonic() + LOOKUP_S))
         return done
 
     def _pass_reports(self, block: bytes, space: bytes) -> None:

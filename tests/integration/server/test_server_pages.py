@@ -330,8 +330,8 @@ def test_a_server_that_stands_still_costs_one_deadline_and_no_row(
     jobs.close()
 
 
-def test_a_server_that_listens_answers_its_first_client_at_once(folder: Path) -> None:
-    """What a model needs has been imported by then, for which a thread holds the interpreter."""
+def test_a_server_that_listens_has_imported_what_models_need(folder: Path) -> None:
+    """A thread that imports it holds the interpreter, and no client would be answered."""
     given = ["server.address=local", f"server.folder={folder}", f"host.capacity={ROOM * NBYTES}B"]
     with server_process(*given, "host.huge_pages=false") as process:
         assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
