@@ -412,11 +412,25 @@ def preload(model: str) -> Collection[str] | None:
     small = _import_small_models(architecture_of(model))
     from sglang.srt.entrypoints import engine  # noqa: F401
 
+    _import_what_schedulers_do(small)
     with contextlib.suppress(UnsupportedError):  # an older SGLang has no linkers
         import kvcore_sglang.linker  # noqa: F401
     _flush_without_collecting()
     _resolve_settings_once()
     return list(MODEL_MODULES) if small else None
+
+
+def _import_what_schedulers_do(small: bool) -> None:
+    """Import what each scheduler imports first of all, which takes it 5 s of a core.
+
+    Some of it has functions compiled when it is imported, by a compiler that is imported for that.
+    """
+    import torch.utils.cpp_extension  # noqa: F401 - how SGLang finds its own extensions
+
+    if small:
+        from sglang.srt.models import registry  # noqa: F401 - imports the models
+    with contextlib.suppress(ImportError):  # another SGLang may not have it
+        import sglang.srt.dllm.algorithm  # noqa: F401
 
 
 def _flush_without_collecting() -> None:
