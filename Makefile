@@ -157,9 +157,9 @@ answers: env-all model
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
 # Two halves at a time, each without xdist: that would collect all tests twice, and import vLLM twice,
-# which tests of adapters need. Properties are tried on as few examples as in CI; `make test` tries
-# new ones, and more.
-UNIT = OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not engine and not slow and not exhaustive" --hypothesis-profile=ci
+# which tests of adapters need. Properties are tried on a third of the examples that CI tries; `make test`
+# tries new ones, and more.
+UNIT = OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not engine and not slow and not exhaustive" --hypothesis-profile=quick
 test-unit: env
 	@$(LANES) test-unit-a-h test-unit-i-z
 

@@ -19,6 +19,8 @@ settings.register_profile("kvcore", deadline=None, print_blob=True)
 # Half of the usual number of examples, and the same ones every time: new ones are tried everywhere
 # else. A test that names a number itself keeps it.
 settings.register_profile("ci", settings.get_profile("kvcore"), derandomize=True, max_examples=50)
+# For `make test-unit`, which is run after each edit.
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=15)
 settings.load_profile("kvcore")
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -139,12 +141,18 @@ def kvcore_logs_as_before() -> Iterator[None]:
     """A test that configures kvcore's logging leaves the others' alone."""
     root = logging.getLogger("kvcore")
     before = root.level, root.propagate, list(root.handlers)
-    root.setLevel(logging.NOTSET)
+    _set_level(root, logging.NOTSET)
     root.propagate = True
     yield
     root.handlers[:] = before[2]
-    root.setLevel(before[0])
+    _set_level(root, before[0])
     root.propagate = before[1]
+
+
+def _set_level(logger: logging.Logger, level: int) -> None:
+    """Set it if it is another: that visits every logger, of which vLLM brings thousands."""
+    if logger.level != level:
+        logger.setLevel(level)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from kvcore.harness.compare import Reference, answers, assert_same_answers, small_engine
 from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 
 pytestmark = pytest.mark.engine
@@ -42,8 +43,8 @@ class Trials:
 
     def __init__(self, process: EngineProcess, folder: Path, model: Path, right: Reference) -> None:
         self._process, self._folder, self._number = process, folder, 0
-        self._texts = windows(model, 2, 200, 300, seed=3)
-        self._other = [self._texts[0][110:0:-1]]  # begins as no other text
+        self._texts = windows(model, 2, 100, 150, seed=3)
+        self._other = [self._texts[0][60:0:-1]]  # begins as no other text
         self._right = right([*self._texts, *self._other])
 
     def _ask(self, texts: list[list[int]], batch: int) -> list[Generation]:
@@ -86,6 +87,12 @@ class Trials:
                 break
             said = self.trial(name)
         return said
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    """As small as it can be with a layer to wait for behind the first."""
+    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
 from kvcore_vllm.worker import WorkerConnector
 from kvcore_vllm.worker_guard import WorkerGuard, _Ledger
 
-TOKEN_NBYTES = 4 * 2 * 2 * 64 * 4  # layers, key and value, heads, head size, float32
+TOKEN_NBYTES = 2 * 2 * 2 * 32 * 4  # layers, key and value, heads, head size, float32
 IN_STEP_TOKENS = 300
 TEXTS = {"in the step": (200, 280), "between steps": (340, 400)}
 """Bounds of a text's tokens, by where its load is."""

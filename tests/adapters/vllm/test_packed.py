@@ -138,6 +138,8 @@ def window_of_heads(**more: Any) -> Any:
     return SlidingWindowSpec(sliding_window=100, **given | more)
 
 
+MEMORY = 32 << 20
+"""Bytes that vLLM is given for its KV."""
 PACKED = {
     "sparse": sparse(),
     "sparse fp8": sparse(torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656),
@@ -164,13 +166,14 @@ PACKED = {
 
 def planned(specs: Specs, made: VllmConfig) -> tuple[KVCacheConfig, KVCacheConfig]:
     """What vLLM tells a worker, and what it tells the scheduler."""
-    [worker] = get_kv_cache_configs(made, [dict(specs)], [64 << 20])
+    [worker] = get_kv_cache_configs(made, [dict(specs)], [MEMORY])
     return worker, generate_scheduler_kv_cache_config([worker])
 
 
 def memory(told: KVCacheConfig, specs: Specs) -> dict[str, torch.Tensor]:
     """The layers' tensors, as vLLM cuts them from its memory: ``[pages, content]`` of bytes."""
-    whole = torch.randint(0, 256, (told.kv_cache_tensors[0].size,), dtype=torch.uint8)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (-(-told.kv_cache_tensors[0].size // 8),))
+    whole = words.view(torch.uint8)
     return {
         name: whole.as_strided(
             (told.num_blocks, specs[name].unpadded_page_size_bytes),
@@ -485,7 +488,7 @@ def in_stages(specs: Specs, *borders: int) -> tuple[Any, Any]:
         {name: spec for name, spec in specs.items() if extract_layer_index(name) in range(*pair)}
         for pair in pairwise(borders)
     ]
-    told = Stages(get_kv_cache_configs(made, stages, [64 << 20] * len(stages)))
+    told = Stages(get_kv_cache_configs(made, stages, [MEMORY] * len(stages)))
     return (
         describe(made, told.of_leader(), 16, stages=told.names),
         describe(made, told.whole(), 16, stages=told.names),
