@@ -1,4 +1,4 @@
-"""How many examples a property is tried on that takes seconds: in CI fewer, and in a minute fewest."""
+"""How many examples a property is tried on that takes seconds: in CI fewer than elsewhere."""
 
 from __future__ import annotations
 

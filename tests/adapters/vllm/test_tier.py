@@ -270,6 +270,7 @@ def served(tmp_path: Path) -> Iterator[dict[str, Any]]:
         yield {"disk": {}, "server": server, "process": process}
 
 
+@pytest.mark.slow
 def test_engines_share_a_server(opened: Opens, served: dict[str, Any]) -> None:
     process = served.pop("process")
     first, second = opened(served), opened(served)

@@ -188,6 +188,7 @@ def test_agents_come_back_and_part() -> None:
     assert branches > 12 + len(made) / 8, "edits of 8 in 100 turns, and several sub-agents of 10"
 
 
+@pytest.mark.slow
 def test_agents_gain_from_points_in_the_order_of_the_design() -> None:
     """Fewer points than the end of each prompt lose hits, and so do too many for the memory."""
     scenario = Scenario(

@@ -178,6 +178,7 @@ def copy_between_fences() -> None:
         NativeOps().copy_blocks(pair[0], units, pair[1], units[::-1], unit_tokens=block)
 
 
+@pytest.mark.slow
 def test_native_copies_stay_inside_their_memory() -> None:
     """In a process of its own, which one read or write too far would kill."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -331,6 +331,7 @@ def test_less_room_gives_a_smaller_staging_and_none_an_error(
         ops_of(Way.STAGED, gpu).prepare(ours, host, 32)
 
 
+@pytest.mark.slow
 def test_threads_share_the_stagings(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "SLOT_BYTES", (SHAPE.nbytes,))
     src, host = engine(SHAPE, 16, 32, "NHD"), arena(SHAPE, 16)

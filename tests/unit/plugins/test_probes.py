@@ -238,6 +238,7 @@ def test_every_interface_of_tensorrt_llm_is_missed_when_it_is_renamed(tmp_path: 
             assert unnoticed(sources, TRTLLM.probes(), tmp_path / version) == []
 
 
+@pytest.mark.slow
 def test_asking_for_a_verdict_imports_no_engine() -> None:
     code = (
         "import sys; from kvcore.plugins import PluginManager; "

@@ -171,6 +171,7 @@ def test_requirements_are_read_from_a_wheel(env: ModuleType, tmp_path: Path) -> 
     assert done.stdout.split() == ["numpy>=1", "fastapi[standard]<1"]
 
 
+@pytest.mark.slow
 def test_vllm_s_cpu_build_gets_the_name_that_its_command_asks_for(
     env: ModuleType, tmp_path: Path
 ) -> None:

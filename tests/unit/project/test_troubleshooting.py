@@ -56,8 +56,8 @@ def _level(func: ast.expr) -> str:
 
     ``tell`` is a local name for one of a logger's methods.
     """
-    if isinstance(func, ast.Attribute) and ast.unparse(func.value) in ("_log", "log", "logger"):
-        return LEVELS.get(func.attr, "")
+    if isinstance(func, ast.Attribute) and func.attr in LEVELS:
+        return LEVELS[func.attr] if ast.unparse(func.value) in ("_log", "log", "logger") else ""
     return "warning" if isinstance(func, ast.Name) and func.id == "tell" else ""
 
 

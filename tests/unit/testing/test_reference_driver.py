@@ -40,6 +40,7 @@ def test_it_answers_reuses_and_tells(process: EngineProcess) -> None:
     assert (anew.token_ids, anew.reused_tokens) == (right[0], 0)
 
 
+@pytest.mark.slow
 def test_requests_end_early_by_name_or_by_themselves(process: EngineProcess) -> None:
     long = process.submit(words(9, 40), 1500, request_id="long")
     early = process.submit(words(10, 40), 50, abort_after=3)
