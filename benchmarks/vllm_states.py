@@ -1,6 +1,6 @@
 """Models with resume points on vLLM: kvcore beside vLLM's own offloading and the engine alone.
 
-    python -m benchmarks.vllm_states [--prompts 6] [--tokens 2000] [--rounds 2]
+    python -m benchmarks.vllm_states [--prompts 6] [--tokens 2000] [--rounds 2] [--interval 0]
 
 The models are random ones of LFM2's, Qwen3-Next's and gpt-oss's kind. Of the last, whose windows
 are of 128 tokens, kvcore with dense windows is measured too. vLLM's connector has no copies for a
@@ -9,7 +9,7 @@ All engines are up, and each prompt is asked of one after the other, in an order
 
 "miss" is a prompt that nobody has seen. "hit" is the same one after the engine's own cache was
 emptied. "parted" shares its first three quarters with a prompt that was seen, and "parted again"
-parts there as well.
+parts there as well. With ``--interval`` all engines keep states or windows every so many tokens.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ def model_of(kind: str) -> Path:
 
 
 @contextmanager
-def contenders(kind: str, tokens: int) -> Iterator[dict[str, EngineProcess]]:
+def contenders(kind: str, tokens: int, interval: int) -> Iterator[dict[str, EngineProcess]]:
     """All engines, warmed up."""
     args = {**SMALL, **KINDS[kind], "max_model_len": tokens + 512}
     args["kv_cache_memory_bytes"] = HOST_BYTES
+    args["prefix_cache_retention_interval"] = interval
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -113,7 +114,7 @@ class Times:
 
 def measure(kind: str, options: argparse.Namespace, report: Report) -> None:
     times, ids = Times(), range(1, VOCABULARY - 8)
-    with contenders(kind, options.tokens) as made:
+    with contenders(kind, options.tokens, options.interval) as made:
         before = saved(made)
         for turn in range(options.prompts):
             prompt = words(turn, options.tokens, ids)
@@ -156,13 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=2, help="hits of each prompt")
+    parser.add_argument("--interval", type=int, default=0, help="vLLM's retention interval")
     parser.add_argument("--out", type=Path, default=Path("results"))
     options = parser.parse_args(arguments)
     report = Report(
         "vllm_states",
         ["model", "request", "contender", "ttft_s", "to_alone", "cached_tokens", "answers_differ"],
         baseline="the same vLLM without a connector, in turns with the others",
-        notes={"tokens": options.tokens, "prompts": options.prompts},
+        notes={"tokens": options.tokens, "prompts": options.prompts, "interval": options.interval},
     )
     for kind in options.models:
         measure(kind, options, report)

@@ -49,7 +49,7 @@ from kvcore_vllm.fusion_scheduler import VllmFusionRequest, VllmFusionScheduler,
 from kvcore_vllm.handover import Handover
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, StepPlan
 from kvcore_vllm.pacing import outcome, parts_of
-from kvcore_vllm.points import NULL_PAGE
+from kvcore_vllm.points import NULL_PAGE, ask_for_junction, states_page_tokens
 from kvcore_vllm.prefix_cache import PrefixCacheAge
 from kvcore_vllm.request_identity import RequestIdentities
 from kvcore_vllm.requests import TrackedRequests
@@ -102,6 +102,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._in_step = in_step
         # A state is of one token, so the draft's KV before it is taken as it is.
         self._lookahead = lookahead if model.point is None else min(lookahead, model.point.spare)
+        self._states_page = states_page_tokens(model.groups)
         super().__init__(config, model, parts, traits)
         self._outbox = outbox
         self._events: list[Event] = []
@@ -160,6 +161,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             tracked.count_miss = partial(self.recorder.missed, name, control.why_no_load, missed)
             return 0, False
         tracked.hit = hit
+        most = control.savable(request.num_prompt_tokens) if tracked.may_save else 0
+        ask_for_junction(request, hit, self._block, self._states_page, most)
         if self._fusion is not None and tracked.fusing is not None:
             blended = self._plan_blend(self._fusion, tracked, tracked.fusing, computed)
             if blended is not False:

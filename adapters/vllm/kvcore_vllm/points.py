@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from kvcore.manager import Hit
 
-__all__ = ["NULL_PAGE", "Candidates", "of_states", "of_windows", "whole_points"]
+__all__ = [
+    "NULL_PAGE",
+    "Candidates",
+    "ask_for_junction",
+    "of_states",
+    "of_windows",
+    "states_page_tokens",
+    "whole_points",
+]
 
 NULL_PAGE = 0
 """vLLM's number for a page that a group has dropped, or never had."""
@@ -51,6 +59,27 @@ def whole_points(
         if boundary % block == 0
         and all(pages.get(group, NULL_PAGE) != NULL_PAGE for group in wanted)
     }
+
+
+def states_page_tokens(groups: Sequence[LayerGroup]) -> int:
+    """Return how many tokens apart vLLM can keep states, or 0 for a model without states."""
+    return max((group.page_tokens for group in groups if group.of == "states"), default=0)
+
+
+def ask_for_junction(request: Request, hit: Hit, block: int, page: int, most: int) -> None:
+    """Have vLLM keep the states where stored blocks end that go on behind the last point.
+
+    vLLM ends a piece of the prompt there, and offers the states, as it does where its own cache
+    sees that prompts part. It does not see that of a prompt that has left its cache.
+
+    Args:
+        page: tokens from one boundary at which vLLM can keep states to the next, or 0.
+        most: tokens of the request that may be saved.
+    """
+    held = hit.reached * block // page * page if page else 0
+    seen = getattr(request, "shared_prefix_boundary", 0)
+    if max(hit.blocks * block, seen) < held <= most:
+        request.shared_prefix_boundary = held
 
 
 def of_states(

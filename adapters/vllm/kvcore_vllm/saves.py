@@ -18,7 +18,13 @@ from kvcore.model.points import PointShape
 from kvcore.model.spec import ModelDescription
 from kvcore.transfer.graph import TransferGraph
 from kvcore_vllm.due import RUN_TOKENS, DueRequests, decode_run
-from kvcore_vllm.points import Candidates, of_states, of_windows, whole_points
+from kvcore_vllm.points import (
+    Candidates,
+    of_states,
+    of_windows,
+    states_page_tokens,
+    whole_points,
+)
 from kvcore_vllm.requests import TrackedRequests
 from kvcore_vllm.tracked import Tracked
 
@@ -159,8 +165,7 @@ class Saves:
         if state is None:
             return
         groups = self._model.groups
-        page_tokens = max(group.page_tokens for group in groups if group.of == "states")
-        back = self._pages_back * page_tokens
+        back = self._pages_back * states_page_tokens(groups)
         for request_id, offered in state.boundary_state_offloads.items():
             tracked = self._requests.get(request_id)
             pages = state.get_block_ids(request_id)

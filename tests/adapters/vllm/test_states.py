@@ -39,7 +39,7 @@ from kvcore.transfer.graph import OpReport, TransferGraph
 from kvcore_vllm.build import build_scheduler_side
 from kvcore_vllm.describe import describe
 from kvcore_vllm.leader import Leader
-from kvcore_vllm.points import NULL_PAGE
+from kvcore_vllm.points import NULL_PAGE, ask_for_junction
 from support.vllm_configs import changed
 from support.vllm_leader import PROMPT, request
 
@@ -483,11 +483,49 @@ def test_a_boundary_where_stored_blocks_go_on_behind_the_last_point_is_saved() -
     rig.manager.invalidation.evict("host", [*chain[18:24], *point_keys(chain[23], 1)])
     rig.leader._requests.clear()
     assert rig.ask() == (0, False)
+    assert rig.request.shared_prefix_boundary == 256, "vLLM's last page in 288 tokens"
     assert rig.offer((1, 7, 128), (2, 9, 128)) == [], "288 tokens are stored"
     [graph] = rig.offer((1, 7, 256), (2, 9, 256))
     rig.end(graph)
     rig.leader._requests.clear()
     assert rig.ask() == (256, True)
+    assert not getattr(rig.request, "shared_prefix_boundary", 0), "the rest of the blocks is short"
+
+
+@pytest.mark.parametrize(
+    ("reached", "point", "seen", "most", "asked"),
+    [
+        (18, 0, 0, 400, 256),
+        (18, 8, 0, 400, 256),
+        (18, 16, 0, 400, 0),  # there is a point already
+        (7, 0, 0, 400, 0),  # vLLM could keep none so early
+        (18, 0, 128, 400, 256),
+        (18, 0, 384, 400, 384),  # vLLM saw more
+        (18, 0, 0, 200, 0),  # it may not be saved
+    ],
+)
+def test_vllm_is_asked_for_states_where_stored_blocks_end(
+    reached: int, point: int, seen: int, most: int, asked: int
+) -> None:
+    request = SimpleNamespace(shared_prefix_boundary=seen)
+    hit = SimpleNamespace(reached=reached, blocks=point)
+    ask_for_junction(request, hit, 16, 128, most)  # type: ignore[arg-type]
+    assert request.shared_prefix_boundary == asked
+
+
+@pytest.mark.parametrize("stored", ["not at all", "less"])
+def test_vllm_is_not_asked_for_states_that_are_not_saved(stored: str) -> None:
+    rig = sparse()
+    [graph] = rig.offer((1, 7, 384), (2, 9, 384))
+    rig.end(graph)
+    chain = rig.leader._requests.get("r").chain.keys  # type: ignore[union-attr]
+    rig.manager.invalidation.evict("host", point_keys(chain[23], 1))
+    rig.leader._requests.clear()
+    asked = {"save": False} if stored == "not at all" else {"save_tokens": 200}
+    rig.request = request("r")
+    rig.request.kv_transfer_params = {"kvcore": asked}
+    assert rig.leader.get_num_new_matched_tokens(rig.request, 0) == (0, False)
+    assert not getattr(rig.request, "shared_prefix_boundary", 0)
 
 
 def test_a_policy_that_answers_what_was_not_offered_saves_what_was() -> None:
