@@ -13,8 +13,6 @@
     ├── ClusterError         the directory of a cluster cannot be reached
     ├── FormatError          a file or message has another version, model or shape
     └── TransferError        a transfer graph failed
-        ├── TransferCancelled
-        ├── DeadlineExceeded
         ├── StepBroken       KV that a step counts on is not there: the engine must not use it
         └── EngineMustEnd    going on could serve wrong tokens: the engine's process must end
             ├── RankLostError    ranks of an engine are out of step
@@ -100,14 +98,6 @@ class FormatError(KVCoreError, ValueError):
 
 class TransferError(KVCoreError):
     """A transfer graph failed."""
-
-
-class TransferCancelled(TransferError):
-    """A transfer was cancelled before it finished."""
-
-
-class DeadlineExceeded(TransferError):
-    """A transfer did not finish by its deadline."""
 
 
 class StepBroken(TransferError):

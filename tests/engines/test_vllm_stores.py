@@ -37,6 +37,7 @@ def request(tokens: list[int]) -> Any:
     return SimpleNamespace(
         request_id="r",
         num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
         prompt_token_ids=tokens,
         _all_token_ids=tokens,
         prompt_embeds=None,
