@@ -91,7 +91,7 @@ class Trials:
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    """As small as it can be with a layer to wait for behind the first."""
+    """Return a model of two layers: with fewer, no layer waits for its load behind another."""
     return tiny_model("llama")
 
 

@@ -526,6 +526,13 @@ def test_vllm_is_not_asked_for_states_that_are_not_saved(stored: str) -> None:
     rig.request.kv_transfer_params = {"kvcore": asked}
     assert rig.leader.get_num_new_matched_tokens(rig.request, 0) == (0, False)
     assert not getattr(rig.request, "shared_prefix_boundary", 0)
+    rig.request = request("of other weights")
+    assert rig.leader.get_num_new_matched_tokens(rig.request, 0) == (0, False)
+    assert rig.request.shared_prefix_boundary == 384, "it is asked for where all may be saved"
+    rig.request.shared_prefix_boundary = 0
+    rig.leader._requests.get(rig.request.request_id).may_save = False  # type: ignore[union-attr]
+    assert rig.leader.get_num_new_matched_tokens(rig.request, 0) == (0, False)
+    assert rig.request.shared_prefix_boundary == 0
 
 
 def test_a_policy_that_answers_what_was_not_offered_saves_what_was() -> None:
