@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-a-h test-unit-i-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-a-e test-unit-f-o test-unit-p-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -156,18 +156,21 @@ answers: env-all model
 	@$(MAKE) --no-print-directory test-vllm test-beside ANSWERS=record
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
-# Two halves at a time, each without xdist: that would collect all tests twice, and import vLLM twice,
-# which tests of adapters need. Properties are tried on a third of the examples that CI tries; `make test`
-# tries new ones, and more.
+# Three parts side by side, because tests wait for a fifth of their time; without xdist, which would
+# collect all tests in each process and import vLLM there, which only tests of adapters need. Properties
+# are tried on a third of the examples that CI tries; `make test` tries new ones, and more.
 UNIT = OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not engine and not slow and not exhaustive" --hypothesis-profile=quick
 test-unit: env
-	@$(LANES) test-unit-a-h test-unit-i-z
+	@$(LANES) test-unit-a-e test-unit-f-o test-unit-p-z
 
-test-unit-a-h:
-	$(UNIT) tests/adapters tests/unit --ignore-glob='tests/unit/[i-z]*' $(PYTEST)
+test-unit-a-e:
+	$(UNIT) tests/adapters tests/unit --ignore-glob='tests/unit/[f-z]*' $(PYTEST)
 
-test-unit-i-z:
-	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-h]*' $(PYTEST)
+test-unit-f-o:
+	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-ep-z]*' $(PYTEST)
+
+test-unit-p-z:
+	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-o]*' $(PYTEST)
 
 mistakes: env
 	$(RUN) -m kvcore_devtools.mistakes $(MISTAKES)

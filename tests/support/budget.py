@@ -13,7 +13,7 @@ def examples(count: int, part: int = 2) -> int:
     That profile is the one of `make test` of a change; "quick", of `make test-unit`, has as much
     less as its other properties have. These two have the same examples each time
     (tests/conftest.py). A larger ``part`` is for a property of which another test tries as much on
-    something that differs little.
+    something that differs little; 1 leaves all in CI.
     """
     chosen = settings()
     if not chosen.derandomize:

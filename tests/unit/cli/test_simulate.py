@@ -20,6 +20,7 @@ from kvcore.cli.simulate.trace import read_trace
 from kvcore.config import load_config
 from kvcore.errors import ConfigError, FormatError
 from kvcore.manager import WritePolicy
+from support.budget import examples
 from support.simulate import BLOCK, FAR_APART, ROOMY, conversations, line, replay, run, write
 
 # -- hits -----------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def test_hits_are_those_of_a_real_engine(tmp_path: Path, write_policy: str) -> N
 
 
 @given(st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20, 1), deadline=None)
 def test_with_room_for_all_every_shared_prefix_is_found(seed: int) -> None:
     prompts = conversations(seed, 30)
     seen: set[tuple[int, ...]] = set()
@@ -181,7 +182,7 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, bad: str, says: str)
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, 1), deadline=None)
 def test_no_bytes_break_the_reader(tmp_path_factory: Any, junk: bytes) -> None:
     trace = tmp_path_factory.mktemp("junk") / "t.jsonl"
     trace.write_bytes(junk)

@@ -18,6 +18,7 @@ from kvcore.cli.simulate.run import Scenario, simulate
 from kvcore.cli.simulate.trace import TraceRequest, _keys
 from kvcore.errors import ConfigError
 from kvcore.plugins import PluginManager
+from support.budget import examples
 from support.simulate import BLOCK, FAR_APART, ROOMY, conversations, line, replay, run, write
 
 SIZE = ROOMY.block_bytes
@@ -105,7 +106,7 @@ def asked(texts: Sequence[tuple[int, ...]]) -> list[TraceRequest]:
     rows=st.integers(1, 3),
     tail=st.sampled_from([0, 5]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 1), deadline=None)
 def test_hits_are_those_of_a_twin_by_tokens(
     seed: int, count: int, rule: str, step: int, rows: int, tail: int
 ) -> None:
@@ -116,7 +117,7 @@ def test_hits_are_those_of_a_twin_by_tokens(
 
 
 @given(st.integers(0, 10_000), st.sampled_from(RULES), st.integers(4, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 1), deadline=None)
 def test_with_less_room_no_more_is_held_than_there_is_and_nothing_else_is_found(
     seed: int, rule: str, host: int
 ) -> None:

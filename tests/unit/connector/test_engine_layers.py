@@ -38,6 +38,7 @@ def test_objects_of_a_kind_are_found_and_nothing_is_woken() -> None:
     assert type(asleep) is Awake
 
 
+@pytest.mark.slow
 def test_a_search_disturbs_no_tuple_that_another_thread_builds() -> None:
     many = [[number] for number in range(300_000)]  # a search of them outlasts a thread's turn
     ended, built, errors, interval = threading.Event(), [0], [], sys.getswitchinterval()

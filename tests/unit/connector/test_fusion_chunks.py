@@ -21,6 +21,7 @@ from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.policy import BUILTIN_POLICIES
 from kvcore.manager import HOST, Backing, KVManager
 from kvcore.model.keys import KeyChain, Namespace
+from support.budget import examples
 
 words = functools.partial(words_of, ids=range(100, 50_000))
 BLOCK = 16
@@ -66,7 +67,7 @@ def check(prompt: Sequence[int], chunk: Reusable, chain: KeyChain, text: Sequenc
     assert key == chain.keys[(source + length - 1) // BLOCK]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 1), deadline=None)
 @given(
     before=st.integers(0, 40),
     behind=st.integers(1, 40),

@@ -90,6 +90,7 @@ def test_one_that_lost_its_connection_for_a_while(rig: ZmqRig) -> None:
     consumer.close()
 
 
+@pytest.mark.slow
 def test_a_publisher_that_went_and_one_that_came(tmp_path: Path) -> None:
     first = ZmqRig(tmp_path)
     source = first.source()

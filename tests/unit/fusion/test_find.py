@@ -57,6 +57,7 @@ def scenes(draw: st.DrawFn) -> tuple[int, dict[bytes, list[int]], list[int]]:
     return min_tokens, {name(i): segment for i, segment in enumerate(texts)}, prompt
 
 
+@pytest.mark.slow
 @settings(max_examples=600)  # 100 have missed a mistake that one scene in 300 shows
 @given(scenes(), st.sampled_from([32, 4, 1]))
 def test_agrees_with_the_naive_twin(

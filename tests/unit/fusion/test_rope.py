@@ -25,6 +25,7 @@ from kvcore.fusion.rope import (
     Yarn,
     rope_of,
 )
+from support.budget import examples
 
 transformers = pytest.importorskip("transformers")
 
@@ -354,7 +355,7 @@ def test_there_and_back_and_in_two_moves(rope: Rope, first: int, second: int) ->
 
 
 @given(ropes(), st.lists(st.integers(-5000, 5000), min_size=1, max_size=6))
-@settings(max_examples=40)
+@settings(max_examples=examples(40, 1))
 def test_a_distance_for_each_token(rope: Rope, distances: list[int]) -> None:
     keys = torch.randn(2, len(distances), rope.head_dim, generator=torch.Generator().manual_seed(1))
     together = rope.shift(keys, torch.tensor(distances))

@@ -176,7 +176,7 @@ STEPS = st.lists(st.tuples(QuotaMachine.paths, st.booleans()), max_size=40)
 
 
 @pytest.mark.parametrize("policy", BUILTIN_POLICIES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 1))
 @given(steps=STEPS)
 def test_a_quota_that_never_binds_changes_no_eviction(
     policy: str, steps: list[tuple[Path, bool]]
@@ -194,7 +194,7 @@ def test_a_quota_that_never_binds_changes_no_eviction(
 
 
 @pytest.mark.parametrize("policy", BUILTIN_POLICIES)
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 1))
 @given(steps=STEPS, limit=st.integers(0, 4))
 def test_a_tenant_is_never_above_its_quota_and_takes_only_what_it_grows_by(
     policy: str, steps: list[tuple[Path, bool]], limit: int

@@ -50,6 +50,7 @@ def test_every_way_gives_the_same_sum(seed: int, nbytes: int, cuts: list[int]) -
         assert ops.sums(flat, [64, 64], nbytes) == [want, want], ops.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", range(4))
 def test_every_width_of_vectors_gives_the_same_sum(tmp_path: Path, width: int) -> None:
     """Those that this CPU has not fall back to what it has."""

@@ -239,6 +239,7 @@ def test_native_is_for_host_memory_only() -> None:
 # ---- building and finding the library ----
 
 
+@pytest.mark.slow
 def test_the_library_is_built_by_any_compiler_named(tmp_path: Path) -> None:
     made = build.build(tmp_path / "_copy.so")
     assert [p.name for p in tmp_path.iterdir()] == ["_copy.so"]

@@ -52,6 +52,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 variants = for_every(VARIANTS)
 
 
+@pytest.mark.slow
 @variants
 def test_helm_finds_no_fault_with_the_chart(values: dict[str, Any]) -> None:
     report = tool("helm_python").lint(CHART, merged(PINNED, values), strict=True)
@@ -59,6 +60,7 @@ def test_helm_finds_no_fault_with_the_chart(values: dict[str, Any]) -> None:
     assert (report["errors"], told) == ([], ["icon is recommended"])
 
 
+@pytest.mark.slow
 @variants
 def test_what_the_chart_makes_is_kubernetes(values: dict[str, Any]) -> None:
     found = rendered(values)
@@ -276,6 +278,7 @@ SPECIAL: dict[tuple[str, ...], Any] = {
 ALL = [path for path in leaves(VALUES) if path != ("allowTags",)]  # it matters without a digest
 
 
+@pytest.mark.slow
 @for_every({".".join(path): path for path in ALL})
 def test_every_value_changes_something(path: tuple[str, ...]) -> None:
     value: Any = VALUES

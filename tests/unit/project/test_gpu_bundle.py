@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
+from support.budget import examples
 from tools.gpu import bundle, commands, unpack
 from tools.gpu.packing import RESERVE, Member, cut, lay, write_archive, write_folders
 
@@ -54,7 +55,7 @@ SIZES = st.dictionaries(
 
 
 @given(sizes=SIZES, room=st.integers(4_000, 40_000), data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 1))
 def test_folders_in_any_order_give_back_every_file(
     tmp_path_factory: pytest.TempPathFactory,
     sizes: dict[str, int],

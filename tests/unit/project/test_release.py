@@ -118,6 +118,7 @@ def test_the_image_installs_nothing_without_a_hash() -> None:
     assert f":v{VLLM}\n" in (DEPLOY / "pin-images").read_text(), "the lock is for this version"
 
 
+@pytest.mark.slow
 def test_the_bill_of_materials_is_complete_and_what_was_published_has_a_sum(tmp_path: Path) -> None:
     for name in ("kvcore-1-py3-none-any.whl", "kvcore-1.tar.gz"):
         (tmp_path / name).write_text(name)

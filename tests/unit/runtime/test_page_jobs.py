@@ -18,6 +18,7 @@ from kvcore.runtime.page_store import PageStore
 from kvcore.tiers.base import BlockRead, BlockWrite
 from kvcore.tiers.memory import MemoryTier
 from kvcore.tiers.remote.lookup import StoreFinder
+from support.budget import examples
 
 NBYTES = 4096
 ROWS = 12
@@ -125,7 +126,7 @@ def test_a_page_that_is_held_is_not_written_again(rig: Rig) -> None:
     assert rig.holds(5, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 1), deadline=None)
 @given(
     st.lists(
         st.tuples(st.booleans(), st.lists(st.sampled_from("abcdef"), min_size=1, unique=True)),

@@ -39,6 +39,7 @@ from kvcore.tiers.memory import MemoryTier
 from kvcore.tiers.remote.base import BlockStore, Item
 from kvcore.tiers.remote.memory import MemoryStore
 from kvcore.transfer.graph import OpReport, TransferGraph
+from support.budget import examples
 
 SHAPE = BlockShape(layers=5, kv_heads=2, head_dim=16, block_tokens=16, dtype="bfloat16")
 GEOMETRY = Geometry(SHAPE, b"model", ((0, 2),))
@@ -60,7 +61,7 @@ rules = st.lists(
 # -- when -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50, 1))
 @given(rules=rules, seed=st.integers(0, 2**32), order=st.randoms(use_true_random=False))
 def test_the_same_seed_gives_the_same_faults_whatever_comes_first(
     rules: list[Rule], seed: int, order: random.Random

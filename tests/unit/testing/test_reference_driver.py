@@ -13,6 +13,8 @@ from kvcore.harness.engine_process import EngineFailed, EngineProcess
 from kvcore.harness.prompts import words
 from kvcore.testing.engine import EngineArgs, ReferenceEngine, random_llama
 
+pytestmark = pytest.mark.slow  # it starts the engine's process
+
 KVCORE = {"host": {"capacity": "4MiB", "huge_pages": False}}
 
 
@@ -22,7 +24,6 @@ def process() -> Iterator[EngineProcess]:
         yield made
 
 
-@pytest.mark.slow
 def test_it_answers_reuses_and_tells(process: EngineProcess) -> None:
     prompts = [words(seed, 70 + seed) for seed in range(3)]
     with ReferenceEngine(random_llama(), EngineArgs(prefix_cache=False)) as plain:
@@ -40,7 +41,6 @@ def test_it_answers_reuses_and_tells(process: EngineProcess) -> None:
     assert (anew.token_ids, anew.reused_tokens) == (right[0], 0)
 
 
-@pytest.mark.slow
 def test_requests_end_early_by_name_or_by_themselves(process: EngineProcess) -> None:
     long = process.submit(words(9, 40), 1500, request_id="long")
     early = process.submit(words(10, 40), 50, abort_after=3)

@@ -12,6 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from kvcore.errors import CapacityError
 from kvcore.tiers.remote.peer import leases as module
 from kvcore.tiers.remote.peer.leases import LentMemory, SpanAllocator
+from support.budget import examples
 from support.clock import Clock
 
 LEASE_S = 10.0
@@ -94,7 +95,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestMachine.settings = settings(max_examples=examples(30, 1), stateful_step_count=30, deadline=None)
 
 
 def test_a_leased_value_outlives_removal_and_a_full_memory() -> None:

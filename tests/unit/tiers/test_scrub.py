@@ -20,6 +20,7 @@ from kvcore.testing.tier_contract import Block, read_back, write_blocks
 from kvcore.tiers.disk import Geometry, prepare_store
 from kvcore.tiers.disk.scrub import StoreReport, StoreState, scrub
 from kvcore.tiers.geometry import RECORD_NBYTES
+from support.budget import examples
 from support.disk import GEOMETRY as ONE
 from support.disk import ROOM, SHAPE, flip, open_tier
 
@@ -66,7 +67,7 @@ def test_a_whole_store_is_left_as_it_is(tmp_path: Path, geometry: Geometry) -> N
 
 
 @pytest.mark.usefixtures("kept_queues")
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 1))
 @given(slots=st.sets(st.integers(0, 6)), seed=st.integers(0, 1 << 20))
 def test_every_damaged_block_and_no_other_is_taken_out(
     slots: set[int], seed: int, tmp_path_factory: pytest.TempPathFactory

@@ -121,7 +121,7 @@ def test_every_op_runs_once_after_its_deps(rig: EngineRig) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 1), deadline=None)
 def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
     rig = EngineRig()
     graphs = []
@@ -174,7 +174,7 @@ def test_random_graphs_end_and_respect_deps(data: st.DataObject) -> None:
     layers=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     behind=st.integers(1, 6),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 1), deadline=None)
 def test_a_wave_is_copied_layer_by_layer_and_before_the_next(
     layers: list[int], behind: int
 ) -> None:
@@ -659,7 +659,7 @@ def written(rig: EngineRig, graph: TransferGraph) -> list[Path]:
     cancel=st.booleans(),
     spoils=st.sets(st.integers(0, 8), max_size=2),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 1), deadline=None)
 def test_a_save_in_parts_ends_once_all_that_was_issued_of_it_has(
     rows: int, most: int, cancel: bool, spoils: set[int]
 ) -> None:

@@ -24,6 +24,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.transfer.graph import Span
 from kvcore.transfer.plan import Chain, build_load, build_save
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
+from support.budget import examples
 
 both = pytest.mark.parametrize("ops", [ReferenceOps(), NativeOps()], ids=lambda ops: ops.name)
 PAGES, SLOTS, WAIT = 10, 12, 60.0
@@ -69,7 +70,7 @@ def storage(tensor: torch.Tensor) -> Any:
 
 
 @both
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 1), deadline=None)
 @given(
     kinds=st.lists(st.lists(caches, min_size=1, max_size=3), min_size=1, max_size=2),
     per_block=st.integers(1, 3),

@@ -26,6 +26,7 @@ from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, build_load, build_save
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
+from support.budget import examples
 
 BLOCK = 16
 PACKED = PackedPages(BLOCK, (50, 7))
@@ -144,7 +145,9 @@ def tables(pages: Sequence[int], left: int = 0) -> list[list[int]]:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30, 1),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     blocks=st.integers(1, TOKENS // BLOCK),

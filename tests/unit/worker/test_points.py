@@ -26,6 +26,7 @@ from kvcore.tiers.memory import MemoryTier
 from kvcore.transfer.graph import Path, RowError, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, TierRows, build_load, build_save
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
+from support.budget import examples
 
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=4, block_tokens=8, dtype="float32")
 GROUPS = (
@@ -133,7 +134,9 @@ def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30, 1),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     slots=st.permutations(range(SLOTS)),

@@ -26,6 +26,7 @@ from kvcore.model.spec import LayerGroup
 from kvcore.transfer.graph import SKIP, Span, TransferGraph, UnitTable
 from kvcore.transfer.plan import Chain, build_load, build_save
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
+from support.budget import examples
 
 BLOCK = 8
 SHAPE = BlockShape(layers=2, kv_heads=2, head_dim=4, block_tokens=BLOCK, dtype="float32")
@@ -113,7 +114,9 @@ def test_the_rows_are_as_the_tests_below_take_them_to_be() -> None:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(30, 1),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     blocks=st.integers(1, TOKENS // BLOCK),

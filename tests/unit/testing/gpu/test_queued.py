@@ -84,6 +84,7 @@ def test_every_program_has_the_results_of_plain_torch(
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_nothing_runs_before_something_waits_for_it() -> None:
     with installed(Machine(0, eager=0.0)) as machine, queued_torch(machine) as at_once:
         made = device_made(1.0) + 1

@@ -19,6 +19,7 @@ from kvcore.memory.hugepages import PAGE, Pages
 from kvcore.tiers.disk import aio, files
 from kvcore.tiers.disk.aio import DEPTH, AioMover
 from kvcore.tiers.disk.io import Move, Mover, Outcome, ThreadMover
+from support.budget import examples
 
 FILE_PAGES = 24
 
@@ -67,7 +68,7 @@ def cut(memory: memoryview, lengths: Sequence[int]) -> list[memoryview]:
 lengths = st.lists(st.integers(1, 3), min_size=1, max_size=4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30, 1))
 @given(data=st.data(), write=st.booleans(), size=st.integers(0, FILE_PAGES * PAGE))
 def test_the_queue_does_what_threads_do(
     data: st.DataObject,
