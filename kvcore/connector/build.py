@@ -23,7 +23,6 @@ from kvcore.connector.fusion_policy import FusionPolicy, make_fusion_policy
 from kvcore.connector.fusion_scheduler import FusionScheduler, FusionTraits
 from kvcore.connector.fusion_worker import EngineLayers, FusionWorker
 from kvcore.connector.leader import LeaderParts
-from kvcore.errors import UnsupportedError
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.fusion.ops import FusionOps, select_fusion
 from kvcore.fusion.rope import Rope
@@ -91,22 +90,7 @@ def build_leader(
 
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
-    apart = model.point is not None and not model.point.by_heads
-    if apart and config.server.address is not None:
-        rows = sum(model.rank_shape(rank).nbytes for rank in range(model.world_size))
-        if rows > model.shape.nbytes:
-            raise UnsupportedError(
-                f"resume points of {model.world_size} ranks behind a server (server.address): "
-                f"their rows take {rows} bytes and a block {model.shape.nbytes}, because ranks "
-                "keep the same heads. Leave the address away: each rank then has host memory"
-            )
-    shares = model.shape.kv_heads * len(model.stages)
-    if model.packed is not None and shares > 1 and config.server.address is not None:
-        raise UnsupportedError(
-            f"pages of the engine's own format on {shares} ranks behind a server "
-            "(server.address): a server cuts blocks by layers first, which they do not have. Leave "
-            "the address away: each rank then has host memory"
-        )
+    model = model.behind(config.server.address)
     if recorder is not None:
         on_event = recorder.listener(on_event)
     if config.server.address is None:
@@ -264,6 +248,7 @@ def build_worker(
         )
     from kvcore.server.worker import ServedWorker
 
+    model = model.behind(config.server.address)
     served = partial(ServedWorker, served=config, model=model, rank=rank)
     return runtime.build_worker(
         config, model, rank, views, served=served, states=states, windows=windows, pages=pages

@@ -120,7 +120,8 @@ class LeaderCore(ABC, Generic[F]):
         self.manager = parts.manager
         self.metrics = parts.metrics
         self.recorder = parts.recorder
-        self.namespaces = Namespaces(config.namespace, model.fingerprint)
+        fingerprint = model.behind(config.server.address).fingerprint
+        self.namespaces = Namespaces(config.namespace, fingerprint)
         if model.alone or config.namespace.weights_change == "any_time":
             self.namespaces.renew()
         if model.alone:

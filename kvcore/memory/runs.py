@@ -36,7 +36,7 @@ class SlotPlace(NamedTuple):
     """Where a rank's bytes lie in an arena: slots of so many bytes, from ``at`` on each.
 
     In an arena of its own that is the slot's first byte. A server's slots have a whole block, the
-    parts of all ranks. There the rows of points of each rank follow those of the rank before.
+    parts of all ranks: of rows of points, and of pages of the engine's own format, one by one.
     """
 
     slot_nbytes: int

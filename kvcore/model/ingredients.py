@@ -302,6 +302,14 @@ OTHER = (
         "not supported",
     ),
     Ingredient(
+        "order of the ranks' parts",
+        "that a server has the parts of all ranks one by one where they are not cut by heads",
+        "the model's fingerprint, of states, of windows with heads of their own, and of pages of "
+        "vLLM's own format, if ranks have unlike parts",
+        "such models run untouched",
+        "such models run untouched",
+    ),
+    Ingredient(
         "weights in place",
         "weights that changed after the engine had started",
         "alone after a reset of the external cache, and after a reload that the workers see",

@@ -6,6 +6,7 @@ shape of blocks and the number of slots without a handshake.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -191,6 +192,27 @@ class ModelDescription:
     def rank_shape(self, rank: int) -> BlockShape:
         """Return the canonical block of one rank's heads and layers."""
         return self.part(rank).shape(self.shape)
+
+    def part_at(self, rank: int) -> int:
+        """Return where the bytes of ``rank`` begin in a block that has the parts one by one."""
+        heads, layers = self.part(rank)
+        before = layers[0] * self.shape.kv_heads + (layers[1] - layers[0]) * heads[0]
+        return before * self.shape.with_heads(1).with_layers(1).nbytes
+
+    def behind(self, server: str | None) -> ModelDescription:
+        """Return the model as an engine has it that is a client of ``server``, if there is one.
+
+        A server holds whole blocks. Those that are not cut by heads are the parts of all ranks, one
+        by one. Where each rank's part is stored for itself, such a block would be read as heads of
+        each layer. Therefore the two have fingerprints of their own, and never find each other's.
+        """
+        if server is None:
+            return self
+        cut = self.packed is None and (self.point is None or self.point.by_heads)
+        if cut or len({self.head_range(rank) for rank in range(self.tensor_ranks)}) == 1:
+            return self
+        told = hashlib.sha256(self.fingerprint + b"/parts one by one").digest()
+        return replace(self, fingerprint=told[: len(self.fingerprint)])
 
     def rank_point(self, rank: int) -> PointShape | None:
         """Return what ``rank`` keeps of a resume point; None if the model keeps blocks only."""

@@ -125,8 +125,7 @@ class ServedWorker(KVWorker):
         self._folder = folder_of(served.server)
         self._shape = model.shape
         self._part = model.part(rank)
-        before = sum(model.rank_shape(other).nbytes for other in range(rank))
-        self._points_at = 0 if model.point is None else before
+        self._part_at = model.part_at(rank)
         pin = self.device if served.host.pin and self.device.queues else None
         self._arenas = MappedArenas(self._folder, model, pin)
         self._held: SessionLock | None = None
@@ -200,7 +199,7 @@ class ServedWorker(KVWorker):
     def _swap(self, arena: HostArena, layout: Any, session: int, held: SessionLock | None) -> None:
         """Copy from and to another arena from now on, then release the lock of the one before."""
         stand_in = None if self._session else self.arena
-        at = self._points_at if session else 0  # the stand-in has this rank's part alone
+        at = self._part_at if session else 0  # the stand-in has this rank's part alone
         self.use_arena(arena, KVView(layout, [arena.tensor()]), at)
         self._arenas.use(arena)
         if stand_in is not None:

@@ -152,15 +152,15 @@ class KVWorker:
             _log.info("tier %s to the device: %s", name, how or "through host memory")
         self.tiers[name] = tier
 
-    def use_arena(self, arena: HostArena, arena_view: KVView, points_at: int = 0) -> None:
+    def use_arena(self, arena: HostArena, arena_view: KVView, part_at: int = 0) -> None:
         """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
-        Rows of points are ``points_at`` bytes behind the begin of their slots. No transfer may be
-        in flight. The caller closes the previous arena.
+        Of what is not cut by heads, the rank's part is ``part_at`` bytes behind the begin of each
+        slot. No transfer may be in flight. The caller closes the previous arena.
         """
         self.arena = arena
         for copy in self._copies.values():
-            copy.use(arena_view, SlotPlace(arena.slot_nbytes, points_at))
+            copy.use(arena_view, SlotPlace(arena.slot_nbytes, part_at))
 
     def _nbytes(self, op: TransferOp, rows: int | None = None) -> int:
         """Return the bytes of some rows of ``op`` in this rank's layers; of all rows if None."""

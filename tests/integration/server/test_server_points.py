@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from kvcore.config import Config
 from kvcore.connector.build import build_leader, build_worker
 from kvcore.connector.page_table import Paging, PointPages
 from kvcore.connector.step_transport import Outbox
-from kvcore.errors import FormatError, LayoutError, TierUnavailable, UnsupportedError
+from kvcore.errors import FormatError, LayoutError, TierUnavailable
 from kvcore.manager import Hit, Manager
 from kvcore.memory.layout import Arrangement, KVView, from_strides
+from kvcore.memory.runs import whole_pages
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.packed import PackedPages
 from kvcore.model.points import (
@@ -49,30 +50,72 @@ GROUPS = (
     LayerGroup(1, 2 * BLOCK, (), of="states"),
     LayerGroup(2, BLOCK, (), of="windows"),
 )
+STATES, STAGES = StateGroup(1, ("a", "b"), 2400), ((0, 1), (1, 3))
 DIGEST = Namespace(bytes(16)).digest
 
 
-def model(ranks: int = 1, heads: int = 2, stages: int = 1) -> ModelDescription:
+def model(ranks: int = 1, stages: int = 1, heads: int = 2) -> ModelDescription:
     """States in two rows or more, and a window of two blocks, of every rank.
 
     Of two stages the first has one layer with KV and one state, and the second the rest.
     """
     shape = BlockShape(2 if stages == 1 else 3, heads, 8, BLOCK, "float32")
-    row = shape.nbytes // min(ranks // stages or 1, heads)
+    names = ("w",) if stages == 1 else ("v", "w", "x")
     window = BlockShape(1, 1, 8, BLOCK, "float32")
-    point = PointShape(
-        (StateGroup(1, ("a", "b"), 2400),), row, 2, (WindowGroup(2, ("w",), window, before=20),)
-    )
+    row = shape.nbytes // min(ranks // stages, heads)
+    point = PointShape((STATES,), row, 2, (WindowGroup(2, names, window, before=20),))
+    return described(shape, point, ranks, stages)
+
+
+def of_pages(ranks: int = 1, stages: int = 1) -> ModelDescription:
+    """The same in pages of the engine's own format, in blocks and of the window."""
+    sizes = {"w": 330} if stages == 1 else {"v": 170, "w": 330, "x": 20}
+    packed = PackedPages(BLOCK, (4000, 900) if stages == 1 else (4000, 900, 70))
+    shape = packed.shape(BLOCK, ranks // stages, () if stages == 1 else STAGES)
+    window = PageWindow(2, tuple(sizes), BLOCK, tuple(sizes.values()), before=20)
+    row = shape.nbytes // (ranks // stages)
+    point = PointShape((STATES,), row, 2, page_windows=(window,))
+    return described(shape, point, ranks, stages, packed)
+
+
+def alike(ranks: int, stages: int = 1) -> ModelDescription:
+    """Latents in pages of the engine's own format: each rank of a stage has the same."""
+    assert stages == 1
+    packed = PackedPages(BLOCK, (900, 40))
+    window = PageWindow(1, ("w",), BLOCK, (330,), before=20)
+    shape = packed.shape(BLOCK, 1)
+    groups = GROUPS[0], LayerGroup(1, BLOCK, (), of="windows")
+    point = PointShape((), shape.nbytes, 2, page_windows=(window,))
+    return ModelDescription(shape, groups, b"fingerprint-0002", ranks, point=point, packed=packed)
+
+
+def described(
+    shape: BlockShape,
+    point: PointShape,
+    ranks: int,
+    stages: int,
+    packed: PackedPages | None = None,
+) -> ModelDescription:
+    model = partial(ModelDescription, shape, fingerprint=b"fingerprint-0001", packed=packed)
     if stages == 1:
-        return ModelDescription(shape, GROUPS, b"fingerprint-0001", ranks, point=point)
-    point = replace(point, windows=(replace(point.windows[0], names=("v", "w", "x")),))
-    rows = [row // 3, 2 * row // 3]
+        return model(groups=GROUPS, world_size=ranks, point=point)
+    rows = [point.row_nbytes // 3, 2 * point.row_nbytes // 3]
     whole, parts = over_stages(point, [{"a", "v", "w"}, {"b", "x"}], rows)
     groups = (LayerGroup(0, BLOCK, (0, 1, 2)), *GROUPS[1:])
-    return ModelDescription(
-        shape, groups, b"fingerprint-0001", ranks,
-        stages=((0, 1), (1, 3)), point=whole, stage_points=parts,
-    )  # fmt: skip
+    return model(groups=groups, world_size=ranks, stages=STAGES, point=whole, stage_points=parts)
+
+
+Kind = Callable[..., ModelDescription]
+Engines = tuple[int, int] | tuple[int, int, Kind]
+"""Ranks, stages, and the kind of model that they have."""
+
+
+def shown(value: object) -> str | None:
+    """Name a parameter in the list of tests."""
+    names = (
+        [getattr(part, "__name__", str(part)) for part in value] if isinstance(value, tuple) else []
+    )
+    return "-".join(names) or None
 
 
 def keys(blocks: int, seed: int = 0) -> list[bytes]:
@@ -82,19 +125,34 @@ def keys(blocks: int, seed: int = 0) -> list[bytes]:
 
 
 class Rank:
-    """The pages of one rank, all with numbers of their own."""
+    """The pages of one rank: those of ``like`` again, or with numbers of their own."""
 
-    def __init__(self, config: Config, described: ModelDescription, number: int) -> None:
+    def __init__(
+        self, config: Config, described: ModelDescription, number: int, like: Rank | None = None
+    ) -> None:
         shape, point = described.rank_shape(number), described.rank_point(number)
         assert point is not None
-        [window], [states] = point.windows, point.states
-        self.kv = [torch.rand(PAGES, shape.kv_heads, BLOCK, 16) for _ in range(shape.layers)]
+        start, stop = described.layer_range(number)
         sizes = {"a": (3, 200), "b": (600,)}
-        self.states = [torch.rand(PAGES, *sizes[name]) for name in states.names]
-        self.window = [torch.rand(PAGES, 1, BLOCK, 16) for _ in window.names]
-        views = [KVView(from_strides(self.kv, shape), self.kv)]
-        tail = KVView(from_strides(self.window, window.shape), self.window)
-        self.parts = build_worker(config, described, number, views, {1: self.states}, {2: tail})
+        names = [name for group in point.states for name in group.names]
+        self.states = [torch.rand(PAGES, *sizes[name]) for name in names]
+        if (packed := described.packed) is not None:
+            [window] = point.page_windows
+            self.kv = [_bytes(nbytes) for nbytes in packed.page_nbytes[start:stop]]
+            self.window = [_bytes(nbytes) for nbytes in window.page_nbytes]
+        else:
+            self.kv = [torch.rand(PAGES, shape.kv_heads, BLOCK, 16) for _ in range(shape.layers)]
+            self.window = [torch.rand(PAGES, 1, BLOCK, 16) for _ in point.windows[0].names]
+        if like is not None:
+            self.kv, self.window = ([t.clone() for t in some] for some in (like.kv, like.window))
+        states = {group.group: self.states for group in point.states}
+        build = partial(build_worker, config, described, number)
+        if packed is not None:
+            self.parts = build([whole_pages(self.kv)], states, pages={window.group: self.window})
+        else:
+            views = [KVView(from_strides(self.kv, shape), self.kv)]
+            tail = KVView(from_strides(self.window, point.windows[0].shape), self.window)
+            self.parts = build(views, states, {2: tail})
 
     def content(self, table: list[int], page: int) -> list[torch.Tensor]:
         """Everything that a hit of these pages has: the window is the last two blocks."""
@@ -102,15 +160,23 @@ class Rank:
         return [*found, *(tensor[table[-2:]] for tensor in self.window)]
 
 
+def _bytes(nbytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (PAGES, nbytes), dtype=torch.uint8)
+
+
 class Engine:
     """A leader with its ranks, which exchange messages without delay. A server's client, mostly."""
 
-    def __init__(self, config: Config, ranks: int = 1, stages: int = 1) -> None:
-        self.model = model(ranks, stages=stages)
-        self.paging = Paging(GROUPS, BLOCK, no_page=-1, point=self.model.point)
+    def __init__(self, config: Config, ranks: int = 1, stages: int = 1, kind: Kind = model) -> None:
+        self.model = kind(ranks, stages)
+        groups = self.model.groups
+        self.paging = Paging(groups, BLOCK, no_page=-1, point=self.model.point)
         self.outbox = Outbox(pump=self._pump)
         self.leader = build_leader(config, self.model, self.outbox)
-        self.ranks = [Rank(config, self.model, number) for number in range(ranks)]
+        self.ranks: list[Rank] = []
+        for number in range(ranks):
+            like = self.ranks[0] if self.ranks and kind is alike else None
+            self.ranks.append(Rank(config, self.model, number, like))
         for rank in self.ranks:
             open_tiers(rank.parts.worker, rank.parts.open_tier, self.leader.open_tiers)
         self._said: dict[tuple[int, int], list[Any]] = {}
@@ -142,17 +208,23 @@ class Engine:
         point = planned.graph.point
         assert point is not None
         start, stop = planned.blocks.start, planned.blocks.start + max(point, 0)
-        pages = PointPages(planned.blocks.stop - stop, blocks, {1: page})
-        tables = self.paging.whole_units([table, [], table], start, stop, pages)
+        pages = PointPages(planned.blocks.stop - stop, blocks, self._states(page))
+        tables = self.paging.whole_units(self._tables(table), start, stop, pages)
         assert tables is not None
         assert manager.wait(manager.launch(planned, tables).graph_id, 60)
         return planned.blocks.size
 
     def load(self, hit: Hit, table: list[int], page: int) -> None:
-        point = PointPages(hit.point, hit.blocks, {1: page})
-        tables = self.paging.units([table, [], table], 0, hit.blocks, point=point)
+        point = PointPages(hit.point, hit.blocks, self._states(page))
+        tables = self.paging.units(self._tables(table), 0, hit.blocks, point=point)
         graph = load_blocks(self.manager, hit, 0, hit.depth, tables)
         assert self.manager.wait(graph.graph_id, 60)
+
+    def _tables(self, table: list[int]) -> list[list[int]]:
+        return [[] if group.of == "states" else table for group in self.model.groups]
+
+    def _states(self, page: int) -> dict[int, int]:
+        return {group.index: page for group in self.model.groups if group.of == "states"}
 
     def content(self, table: list[int], page: int) -> list[torch.Tensor]:
         return [part.clone() for rank in self.ranks for part in rank.content(table, page)]
@@ -184,8 +256,8 @@ class Engine:
 def begin() -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def start(config: Config, ranks: int = 1, stages: int = 1) -> Engine:
-        made.append(Engine(config, ranks, stages))
+    def start(config: Config, *described: Any) -> Engine:
+        made.append(Engine(config, *described))
         return made[-1]
 
     yield start
@@ -198,16 +270,26 @@ def same(got: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages", "served"),
-    [(1, 1, True), (2, 1, True), (2, 2, True), (4, 2, True), (4, 2, False)],
+    ("described", "served"),
+    [
+        ((1, 1), True),
+        ((2, 1), True),
+        ((2, 2), True),
+        ((4, 2), True),
+        ((4, 2), False),
+        ((2, 1, of_pages), True),
+        ((2, 2, of_pages), True),
+        ((4, 2, of_pages), True),
+        ((2, 1, alike), True),
+    ],
+    ids=shown,
 )
 def test_an_engine_goes_on_from_points_that_another_saved(
     folder: Path,
     tmp_path: Path,
     start: Callable[[Config], RunningServer],
     begin: Callable[..., Engine],
-    ranks: int,
-    stages: int,
+    described: Engines,
     served: bool,
 ) -> None:
     """From host memory, and from disk after the server was started anew."""
@@ -215,7 +297,7 @@ def test_an_engine_goes_on_from_points_that_another_saved(
     if not served:
         config = config.model_copy(update={"server": Config().server})
     server = start(config) if served else None
-    saver = begin(config, ranks, stages)
+    saver = begin(config, *described)
     short, long = saver.content([4, 1], 2), saver.content([4, 1, 0, 5], 3)
     assert saver.save(keys(2), [4, 1], 2) == 2 + saver.model.point.rows(2)  # type: ignore[union-attr]
     saver.save(keys(4), [4, 1, 0, 5], 3)
@@ -224,7 +306,7 @@ def test_an_engine_goes_on_from_points_that_another_saved(
     for found_in in ("host", "disk"):
         if not served and found_in == "disk":
             saver.close()
-        reader = begin(config, ranks, stages) if served or found_in == "disk" else saver
+        reader = begin(config, *described) if served or found_in == "disk" else saver
         hit = reader.manager.get_match(keys(4), DIGEST)
         assert (hit.blocks, hit.reached, {*hit.blocks_by_tier()}) == (4, 4, {found_in})
         before = reader.content([9, 8, 7, 6], 10)
@@ -246,6 +328,50 @@ def test_an_engine_goes_on_from_points_that_another_saved(
             saver.close()
             server.close()
             server = start(config)
+
+
+@pytest.mark.parametrize(
+    ("described", "shared"),
+    [
+        ((1, 1), True),
+        ((2, 1), False),
+        ((2, 2), True),
+        ((4, 2), False),
+        ((2, 1, of_pages), False),
+        ((2, 2, of_pages), True),
+        ((2, 1, alike), True),
+    ],
+    ids=shown,
+)
+@pytest.mark.parametrize("first", ["server", "engine"])
+def test_a_disk_that_an_engine_and_a_server_have_in_turn(
+    folder: Path,
+    tmp_path: Path,
+    start: Callable[[Config], RunningServer],
+    begin: Callable[..., Engine],
+    described: Engines,
+    shared: bool,
+    first: str,
+) -> None:
+    """Each finds what the other wrote, unless it has the ranks' parts in another order."""
+    over = settings(folder, disk={"path": str(tmp_path / "disk"), "capacity": "4MiB"})
+    alone = over.model_copy(update={"server": Config().server})
+    order = [over, alone] if first == "server" else [alone, over]
+    server = start(over) if first == "server" else None
+    saver = begin(order[0], *described)
+    right = saver.content([4, 1, 0, 5], 3)
+    saver.save(keys(4), [4, 1, 0, 5], 3)
+    saver.close()
+    if server is not None:
+        server.close()
+    else:
+        start(over)
+    reader = begin(order[1], *described)
+    hit = reader.manager.get_match(keys(4), DIGEST)
+    assert hit.blocks == (4 if shared else 0)
+    if shared:
+        reader.load(hit, [3, 2, 1, 0], 5)
+        assert same(reader.content([3, 2, 1, 0], 5), right)
 
 
 def test_a_store_gives_a_server_what_another_one_wrote(
@@ -386,35 +512,6 @@ def test_points_that_cannot_be_are_refused(points: m.Points) -> None:
     wrong = msgspec.structs.replace(told, points=points)
     with pytest.raises(LayoutError, match="resume point"):
         _ = wrong.point_rows
-
-
-def test_ranks_that_keep_the_same_heads_have_no_room_for_their_rows(folder: Path) -> None:
-    """They keep the same in the last pages of windows, too, or they could not share a part."""
-    packed = PackedPages(BLOCK, (100,))
-    window = PageWindow(1, ("w",), BLOCK, (40,), before=20)
-    shape = packed.shape(BLOCK, 1)
-    alike = ModelDescription(
-        shape,
-        (LayerGroup(0, BLOCK, (0,)), LayerGroup(1, BLOCK, (), of="windows")),
-        b"fingerprint-0001",
-        2,
-        point=PointShape((), shape.nbytes, 1, page_windows=(window,)),
-        packed=packed,
-    )
-    with pytest.raises(UnsupportedError, match=r"server\.address.*same heads"):
-        build_leader(settings(folder), alike, Outbox())
-
-
-@pytest.mark.parametrize(("ranks", "stages"), [(2, ()), (2, ((0, 1), (1, 2)))])
-def test_pages_of_several_ranks_or_stages_are_not_served(
-    folder: Path, ranks: int, stages: tuple[tuple[int, int], ...]
-) -> None:
-    """A server cuts blocks evenly by layers."""
-    packed = PackedPages(BLOCK, (40, 9))
-    shape, groups = packed.shape(BLOCK, 1 if stages else ranks, stages), GROUPS[:1]
-    several = ModelDescription(shape, groups, b"f", ranks, stages=stages, packed=packed)
-    with pytest.raises(UnsupportedError, match=r"own format on 2 ranks.*server\.address"):
-        build_leader(settings(folder), several, Outbox())
 
 
 def test_a_chain_that_ends_before_its_point_is_not_loaded(
