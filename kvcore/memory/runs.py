@@ -87,7 +87,7 @@ class PagesInBlock:
         if first[0].page * arena.layout.itemsize != place.slot_nbytes:
             raise LayoutError(
                 "pages of the engine's own format need slots in one piece: set host.arrangement to "
-                "'blockwise', on the server too"
+                "'blockwise'"
             )
         planes = tuple(
             (Plane(0, offset, place.slot_nbytes, 0, Axis(nbytes), ONE, nbytes),)

@@ -46,7 +46,6 @@ from kvcore.memory.points import (
 )
 from kvcore.memory.runs import PagesInBlock, SlotPlace
 from kvcore.model.keys import pack_tokens
-from kvcore.model.packed import PackedPages
 from kvcore.model.points import PointRows, is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
@@ -108,14 +107,12 @@ def host_slots(config: Config, model: ModelDescription) -> HostSlots:
     return HostSlots(total - staging, staging)
 
 
-def arena_arrangement(
-    config: Config, points: PointRows | None, packed: PackedPages | None = None
-) -> Arrangement:
+def arena_arrangement(config: Config, points: PointRows | None, *, packed: bool) -> Arrangement:
     """Return how slots lie in an arena.
 
     They are one run of bytes each if they hold resume points, or pages of the engine's own format.
     """
-    plain = points is None and packed is None
+    plain = points is None and not packed
     return Arrangement(config.host.arrangement) if plain else Arrangement.BLOCKWISE
 
 
@@ -449,7 +446,7 @@ def build_worker(
     arena = HostArena(
         model.rank_shape(rank),
         host_slots(config, model).total if own else 1,
-        arrangement=arena_arrangement(config, model.point, model.packed),
+        arrangement=arena_arrangement(config, model.point, packed=model.packed is not None),
         huge_pages=config.host.huge_pages and own,
         pin=device_of(device) if config.host.pin and own else None,
         prefault=config.host.prefault if own else 0,

@@ -69,7 +69,7 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     """The model whose KV is shared: the shape of a whole block, and its fingerprint.
 
     The shape is the canonical one, not the part of one rank. ``points`` are the rows of its resume
-    points, if it has any.
+    points, if it has any. ``packed`` tells that blocks are pages of the engine's own format.
     """
 
     layers: Annotated[int, Meta(ge=1, le=4096)]
@@ -81,19 +81,27 @@ class Model(msgspec.Struct, frozen=True, array_like=True):
     v_head_dim: Annotated[int, Meta(ge=1, le=65536)] | None
     fingerprint: Annotated[bytes, Meta(min_length=1, max_length=64)]
     points: Points | None = None
+    packed: bool = False
 
     @classmethod
-    def of(cls, shape: BlockShape, fingerprint: bytes, points: PointRows | None = None) -> Model:
+    def of(
+        cls,
+        shape: BlockShape,
+        fingerprint: bytes,
+        points: PointRows | None = None,
+        *,
+        packed: bool = False,
+    ) -> Model:
         told = None
         if points is not None:
             told = Points(points.every, points.state_rows, points.window_sizes)
-        return cls(**shape.to_dict(), fingerprint=fingerprint, points=told)
+        return cls(**shape.to_dict(), fingerprint=fingerprint, points=told, packed=packed)
 
     @property
     def shape(self) -> BlockShape:
         """Return the shape of a block. Raises LayoutError if there is no such block."""
         data = msgspec.structs.asdict(self)
-        del data["fingerprint"], data["points"]
+        del data["fingerprint"], data["points"], data["packed"]
         return BlockShape.from_dict(data)
 
     @property

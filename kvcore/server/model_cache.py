@@ -179,7 +179,8 @@ class ModelCache:
         open_tiers(self._transport.worker, opener, parts.open_tiers)
 
     def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
-        shape, arrangement = model.shape, arena_arrangement(config, self._points)
+        shape = model.shape
+        arrangement = arena_arrangement(config, self._points, packed=self.model.packed)
         slots = host_slots(config, model).total
         nbytes = arena_bytes(shape, slots, arrangement)
         file = self._folder.make_arena(self.arena, nbytes, huge_pages=config.host.huge_pages)

@@ -78,7 +78,8 @@ class SessionKeeper:
         """Begin nothing yet; ``settings`` is the `settings_digest` of this engine."""
         self._config = config
         self._settings = settings
-        self.model = Model.of(model.shape, model.fingerprint, model.point)
+        packed = model.packed is not None
+        self.model = Model.of(model.shape, model.fingerprint, model.point, packed=packed)
         self._ranks = model.world_size
         self.folder = folder_of(config)
         self.link = Link(config, self._late)

@@ -197,10 +197,18 @@ class ServedWorker(KVWorker):
         return True
 
     def _swap(self, arena: HostArena, layout: Any, session: int, held: SessionLock | None) -> None:
-        """Copy from and to another arena from now on, then release the lock of the one before."""
+        """Copy from and to another arena from now on, then release the lock of the one before.
+
+        If the arena cannot be used, it is the new lock that is released.
+        """
         stand_in = None if self._session else self.arena
         at = self._part_at if session else 0  # the stand-in has this rank's part alone
-        self.use_arena(arena, KVView(layout, [arena.tensor()]), at)
+        try:
+            self.use_arena(arena, KVView(layout, [arena.tensor()]), at)
+        except BaseException:
+            if held is not None:
+                held.close()
+            raise
         self._arenas.use(arena)
         if stand_in is not None:
             stand_in.close()

@@ -61,10 +61,11 @@ class DeviceCopy:
     def use(self, arena: KVView, place: SlotPlace) -> None:
         """Copy from and to another arena, whose rows of points are at ``place`` in its slots.
 
-        No copy may be running.
+        No copy may be running. Raises LayoutError, and changes nothing, if it cannot.
         """
-        self._arenas = [group.memory(arena, place, self._first_layer) for group in self._groups]
+        memory = [group.memory(arena, place, self._first_layer) for group in self._groups]
         self._point_rows = self._points.in_memory(arena, place)
+        self._arenas = memory
 
     def run(
         self, graph: TransferGraph, op: TransferOp, rows: list[int]

@@ -156,11 +156,12 @@ class KVWorker:
         """Copy from and to another arena from now on; this worker's own tiers keep the first one.
 
         Of what is not cut by heads, the rank's part is ``part_at`` bytes behind the begin of each
-        slot. No transfer may be in flight. The caller closes the previous arena.
+        slot. No transfer may be in flight. The caller closes the previous arena. Raises LayoutError
+        if slots cannot hold what is copied, which is the same in all copies. Nothing changes then.
         """
-        self.arena = arena
         for copy in self._copies.values():
             copy.use(arena_view, SlotPlace(arena.slot_nbytes, part_at))
+        self.arena = arena
 
     def _nbytes(self, op: TransferOp, rows: int | None = None) -> int:
         """Return the bytes of some rows of ``op`` in this rank's layers; of all rows if None."""

@@ -445,8 +445,23 @@ def space(folder: Path) -> Iterator[ModelCache]:
     held.close()
 
 
-def test_rows_lie_in_runs_of_bytes_whatever_the_arrangement(space: ModelCache) -> None:
-    assert space.metadata["arrangement"] == Arrangement.BLOCKWISE.value
+@pytest.mark.parametrize(
+    ("told", "arrangement"),
+    [
+        (m.Model.of(SHAPE, b"f" * 16), Arrangement.LAYERWISE),
+        (m.Model.of(SHAPE, b"f" * 16, model().point), Arrangement.BLOCKWISE),
+        (m.Model.of(of_pages().shape, b"f" * 16, packed=True), Arrangement.BLOCKWISE),
+    ],
+    ids=["blocks", "points", "pages"],
+)
+def test_what_is_a_run_of_bytes_lies_in_one_piece_whatever_the_setting(
+    folder: Path, told: m.Model, arrangement: Arrangement
+) -> None:
+    held = RuntimeDir(folder)
+    made = ModelCache(settings(folder, host={"arrangement": "layerwise"}), told, held, "arena-1")
+    assert made.metadata["arrangement"] == arrangement.value
+    made.close()
+    held.close()
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3])
