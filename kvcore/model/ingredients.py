@@ -205,8 +205,9 @@ class ModelIdentity:
             "what resume points hold on one rank: the shapes and types of states (Mamba, gated "
             "delta net, convolutions), and of the ends of windows",
             vllm="yes, so that resume points are found by ranks of the same number only, unless "
-            "they have windows alone and all layers have the same KV heads; with "
-            '`vllm.windows = "dense"` windows are part of blocks',
+            "they have windows alone and all layers have the same KV heads; beside states the "
+            "version of vLLM, the kind of device and the settings of its kernels "
+            '(`--mamba-backend`); with `vllm.windows = "dense"` windows are part of blocks',
             sglang="models with states run untouched",
             trtllm="models with states run untouched",
             younger=True,

@@ -284,7 +284,7 @@ def _points(
         ]
         for window in windows
     ]
-    told: dict[str, object] = {"states": _states(states), "windows": found}
+    told: dict[str, object] = {"states": _states(vllm_config, states), "windows": found}
     if not by_heads:
         told["ranks"] = vllm_config.parallel_config.tensor_parallel_size
     if stages:
@@ -297,12 +297,15 @@ def _split(stages: Sequence[Collection[str]]) -> object:
     return [sorted(names) for names in stages]
 
 
-def _states(specs: Sequence[Any]) -> object | None:
+def _states(vllm_config: VllmConfig, specs: Sequence[Any]) -> object | None:
     """Return the shapes and types of the states of a layer, group by group.
 
-    How vLLM arranges a state may change with its version, which is therefore named.
+    How vLLM arranges a state of one shape may change with its version, with the kind of device
+    (gated delta nets on a CPU have two dims the other way round) and with the kernels, which are
+    therefore named.
     """
     import vllm
+    from vllm.platforms import current_platform
 
     found = [
         {
@@ -312,7 +315,10 @@ def _states(specs: Sequence[Any]) -> object | None:
         }
         for spec in specs
     ]
-    return ["vllm", vllm.__version__, *found] if found else None
+    if not found:
+        return None
+    kernels = kv_fields(dataclasses.asdict(vllm_config.mamba_config))
+    return ["vllm", vllm.__version__, str(current_platform.device_name), kernels, *found]
 
 
 def packed_identity(

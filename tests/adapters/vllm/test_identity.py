@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.lora import LoRAConfig
+from vllm.config.mamba import MambaBackendEnum
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -74,9 +76,19 @@ def states(**given: Any) -> MambaSpec:
     return MambaSpec(**plain | given)
 
 
-def hybrid(*specs: MambaSpec) -> ModelIdentity:
+def hybrid(*specs: MambaSpec, backend: str | None = None) -> ModelIdentity:
     """Return the identity of a model with attention and with these states."""
-    return model_identity(config(), [spec()], specs)
+    made = config()
+    if backend is not None:
+        made.mamba_config.backend = MambaBackendEnum[backend.upper()]
+    return model_identity(made, [spec()], specs)
+
+
+def on_device(name: str, make: Callable[[], ModelIdentity]) -> ModelIdentity:
+    """Return an identity as it is on another kind of device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(current_platform), "device_name", name)
+        return make()
 
 
 def packed(*nbytes: int, tokens: int = 32, cache_dtype: str = "auto") -> ModelIdentity:
@@ -257,6 +269,8 @@ CHANGES: dict[str, list[Callable[[], tuple[ModelIdentity, ModelIdentity]]]] = {
             hybrid(states(mamba_type=MambaAttentionBackendEnum.SHORT_CONV)),
         ),
         lambda: (hybrid(states()), of_vllm("0.31.7", lambda: hybrid(states()))),
+        lambda: (hybrid(states()), on_device("cuda", lambda: hybrid(states()))),
+        lambda: (hybrid(states()), hybrid(states(), backend="flashinfer")),
     ],
     "packed": [
         lambda: (identity(config()), packed(64, 32)),
