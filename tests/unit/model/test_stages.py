@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
+from kvcore.model.packed import PackedPages
 from kvcore.model.parts import Part
+from kvcore.model.points import PointShape, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription, even_stages
 
@@ -66,3 +70,57 @@ def test_stages_that_do_not_split_the_layers_are_refused(ranks: int, stages: Any
 def test_even_stages_split_the_layers() -> None:
     assert even_stages(7, 3) == ((0, 2), (2, 4), (4, 7))
     assert model(3, stages=even_stages(6, 3)).stages == ((0, 2), (2, 4), (4, 6))
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
+def test_parts_one_by_one_fill_a_block(heads: int, ranks: int, layers: int, stages: int) -> None:
+    """Ranks that hold the same have it in one place."""
+    shape = BlockShape(layers, heads, head_dim=4, block_tokens=16, dtype="int8")
+    stages = min(stages, layers)
+    group = LayerGroup(0, 16, tuple(range(layers)))
+    made = ModelDescription(
+        shape, (group,), b"model", ranks * stages, stages=even_stages(layers, stages)
+    )
+    every = range(made.world_size)
+    spans = {made.part(rank): (made.part_at(rank), made.rank_shape(rank).nbytes) for rank in every}
+    assert len({made.part_at(rank) for rank in every}) == len(spans)
+    at = 0
+    for start, nbytes in sorted(spans.values()):
+        assert start == at
+        at += nbytes
+    assert at == shape.nbytes
+
+
+def kept(ranks: int, windows: bool, by_heads: bool, heads: int = 2) -> ModelDescription:
+    """Describe a model that keeps states, or windows, beside blocks."""
+    shape = BlockShape(2, heads, 8, 16, "float32")
+    of = "windows" if windows else "states"
+    groups = LayerGroup(0, 16, (0, 1)), LayerGroup(1, 16, (), of=of)  # type: ignore[arg-type]
+    row = shape.nbytes // min(ranks, heads)
+    own = shape.with_heads(heads // min(ranks, heads)).with_layers(1)
+    seen = WindowGroup(1, ("w",), own, before=20, by_heads=by_heads)
+    state = StateGroup(1, ("s",), 100)
+    point = PointShape(() if windows else (state,), row, 1, (seen,) if windows else ())
+    return ModelDescription(shape, groups, b"0123456789abcdef", ranks, point=point)
+
+
+def test_what_a_server_has_in_an_order_of_its_own_has_a_name_of_its_own() -> None:
+    """Only that: all else is found by engines with and without a server."""
+    apart = [kept(2, windows=False, by_heads=False), kept(2, windows=True, by_heads=False)]
+    packed = PackedPages(16, (40, 9))
+    of_ranks = packed.shape(16, 2)
+    group = (LayerGroup(0, 16, (0, 1)),)
+    apart.append(ModelDescription(of_ranks, group, b"0123456789abcdef", 2, packed=packed))
+    for one in apart:
+        named = one.behind("ipc://somewhere")
+        assert (len(named.fingerprint), named.fingerprint == one.fingerprint) == (16, False)
+        assert named == one.behind("ipc://elsewhere")
+        assert one.behind(None) == one
+    alike = [
+        model(2),
+        kept(1, windows=False, by_heads=False),
+        kept(2, windows=True, by_heads=True),
+        ModelDescription(packed.shape(16, 1), group, b"model", 2, packed=packed),
+    ]
+    for one in alike:
+        assert one.behind("ipc://somewhere") == one
