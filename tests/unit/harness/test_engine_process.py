@@ -16,6 +16,8 @@ from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
 from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
 
+pytestmark = pytest.mark.slow  # most tests start a process
+
 CHILD = """
 import asyncio, os, subprocess, sys
 from pathlib import Path

@@ -16,6 +16,8 @@ from kvcore.harness.compare import answers, assert_same_answers
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.recorded import Answers, Mode, RecordedEngine, RecordWarning, book_of
 
+pytestmark = pytest.mark.slow  # most tests start a process
+
 CHILD = """
 import asyncio, os, sys
 from pathlib import Path
