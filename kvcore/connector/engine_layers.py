@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,28 +33,22 @@ PREFIXES_ONLY = "set fusion.enabled = false to silence this (exact prefixes are 
 """What a user can change where fusion does not support the model: the end of the message."""
 
 
-_searching = threading.Lock()
-_SEARCH_S = 0.5
-"""Seconds that a thread may keep the interpreter while objects are searched."""
-
-
 def live_objects(kind: type[Any]) -> list[Any]:
-    """Return the objects of this process that are instances of ``kind``.
+    """Return the objects of this process that are instances of ``kind``, a class made in Python.
 
     Engines give a connector neither their worker nor their model, so they are searched for. Blocks
-    for the search, and up to 0.5 s for each thread that computes. No other thread runs Python
-    during a search of less than 0.5 s: a tuple that one is building from a generator must have one
-    reference, and the list of all objects is another, for which CPython raises SystemError there.
+    for the search; no other thread runs meanwhile.
     """
-    with _searching:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SEARCH_S)
-        try:
-            time.sleep(0)  # threads that wait already have asked for their turn: they have it now
-            # not isinstance: it would load lazy objects of other libraries
-            return [found for found in gc.get_objects() if issubclass(type(found), kind)]
-        finally:
-            sys.setswitchinterval(interval)
+    # Not `gc.get_objects`: its list refers to tuples too that other threads are building, and
+    # CPython raises SystemError there if it sees another reference. Instances refer to their class.
+    classes = {kind: None}
+    waiting = [kind]
+    while waiting:
+        made = [each for each in type.__subclasses__(waiting.pop()) if each not in classes]
+        classes |= dict.fromkeys(made)
+        waiting += made
+    # not isinstance: it would load lazy objects of other libraries
+    return [found for found in gc.get_referrers(*classes) if issubclass(type(found), kind)]
 
 
 def check_architecture(architectures: Iterable[str], served: Sequence[str]) -> None:
