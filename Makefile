@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-a-e test-unit-f-o test-unit-p-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-a-c test-unit-d-o test-unit-p-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -158,16 +158,16 @@ answers: env-all model
 
 # Three parts side by side, because tests wait for a fifth of their time; without xdist, which would
 # collect all tests in each process and import vLLM there, which only tests of adapters need. Properties
-# are tried on a third of the examples that CI tries; `make test` tries new ones, and more.
+# are tried on a fifth of the examples that CI tries; `make test` tries new ones, and more.
 UNIT = OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not engine and not slow and not exhaustive" --hypothesis-profile=quick
 test-unit: env
-	@$(LANES) test-unit-a-e test-unit-f-o test-unit-p-z
+	@$(LANES) test-unit-a-c test-unit-d-o test-unit-p-z
 
-test-unit-a-e:
-	$(UNIT) tests/adapters tests/unit --ignore-glob='tests/unit/[f-z]*' $(PYTEST)
+test-unit-a-c:
+	$(UNIT) tests/adapters tests/unit --ignore-glob='tests/unit/[d-z]*' $(PYTEST)
 
-test-unit-f-o:
-	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-ep-z]*' $(PYTEST)
+test-unit-d-o:
+	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-cp-z]*' $(PYTEST)
 
 test-unit-p-z:
 	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-o]*' $(PYTEST)

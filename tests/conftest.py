@@ -20,7 +20,7 @@ settings.register_profile("kvcore", deadline=None, print_blob=True)
 # else. A test that names a number itself keeps it.
 settings.register_profile("ci", settings.get_profile("kvcore"), derandomize=True, max_examples=50)
 # For `make test-unit`, which is run after each edit.
-settings.register_profile("quick", settings.get_profile("ci"), max_examples=15)
+settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)
 settings.load_profile("kvcore")
 
 ANSWERS = Path(__file__).parent / "answers"

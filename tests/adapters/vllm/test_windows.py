@@ -363,6 +363,7 @@ def test_a_point_is_saved_where_a_prompt_parts_from_an_earlier_one() -> None:
     assert rig.ask("third", [*PROMPT[:200], *range(3000, 3200)]) == (192, True)
 
 
+@pytest.mark.slow
 def test_a_long_answer_has_a_point_once_in_a_while() -> None:
     """A point has four rows, so 32 blocks and more are between two of them."""
     rig = Rig()

@@ -121,6 +121,7 @@ def test_made_up_prompts_have_no_beginning_in_common() -> None:
     assert made == bench.synthetic(20, 50)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     given: list[Any] = []

@@ -194,6 +194,7 @@ def test_unknown_options_are_not_passed_on_by_accident() -> None:
     assert "No such option" in fail("serve", "--engine", "toy", "m", "--flag")
 
 
+@pytest.mark.slow
 def test_the_console_script_runs() -> None:
     code = "from kvcore.cli import main; main()"
     result = subprocess.run(

@@ -35,6 +35,7 @@ def words(ids: Sequence[int], tail: int) -> list[int]:
     return found + list(range(1, tail + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write_policy", ["write_through", "selective"])
 def test_hits_are_those_of_a_real_engine(tmp_path: Path, write_policy: str) -> None:
     """The same prompts through the reference engine, in host memory and a disk too small for

@@ -311,6 +311,7 @@ def test_hashes_that_collide_decide_nothing() -> None:
     assert index.find(segments[name(9)]) == [SegmentMatch(name(9), 0, 0, 200)]
 
 
+@pytest.mark.slow
 def test_growing_keeps_everything_and_happens_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(9)
     grown = Counter[str]()
@@ -337,6 +338,7 @@ def test_growing_keeps_everything_and_happens_seldom(monkeypatch: pytest.MonkeyP
     assert not grown
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_docstring_says_and_returns() -> None:
     rng = random.Random(10)
     index = SegmentIndex()

@@ -82,6 +82,7 @@ def test_checkov_and_hadolint_find_no_fault_with_the_image() -> None:
     assert run("hadolint", "--no-color", str(DEPLOY / "Dockerfile")) == (0, "")
 
 
+@pytest.mark.slow
 def test_compose_lint_finds_no_fault_with_the_machine(tmp_path: Path) -> None:
     """Its remaining finding is of low severity: /tmp of the engine may hold compiled kernels."""
     here = tmp_path / "compose.yaml"

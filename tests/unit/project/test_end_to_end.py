@@ -33,6 +33,8 @@ from benchmarks.end_to_end import (
 from kvcore.testing.engine.fusing import RankLayers
 from kvcore.worker.executors import DeviceCopy
 
+pytestmark = pytest.mark.slow  # each runs a model
+
 CPU = torch.device("cpu")
 GIB = 1 << 30
 
@@ -42,7 +44,6 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(CPU, tmp_path, "auto", "auto")
 
 
-@pytest.mark.slow
 def test_the_dry_run_measures_every_way_at_every_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -329,6 +329,7 @@ def test_uv_is_told_what_pip_is_told(env: ModuleType) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("works", [True, False])
 def test_pip_installs_what_uv_does_not(
     env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool

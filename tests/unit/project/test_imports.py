@@ -61,11 +61,13 @@ def test_import_kvcore_is_light() -> None:
     assert not loaded_after("import kvcore") & HEAVY
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_numpy_or_an_engine() -> None:
     heavy = ENGINES | {"torch", "transformers", "numpy", "zmq", "prometheus_client"}
     assert not loaded_after("import kvcore.cli.app") & heavy
 
 
+@pytest.mark.slow
 def test_the_control_plane_needs_no_torch() -> None:
     code = (
         "import kvcore.index, kvcore.model.keys, kvcore.config, kvcore.plugins, "
@@ -74,6 +76,7 @@ def test_the_control_plane_needs_no_torch() -> None:
     assert not loaded_after(code) & (ENGINES | {"torch", "transformers"})
 
 
+@pytest.mark.slow
 def test_the_process_that_publishes_events_is_light() -> None:
     code = "import kvcore.events.publisher_process, kvcore.events.zmq_bus, kvcore.events.nats_bus"
     assert not loaded_after(code) & HEAVY

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from kvcore import errors
 
 ROOT = Path(__file__).parents[3]
@@ -69,6 +71,7 @@ def rows() -> Iterator[list[str]]:
             yield [cell.replace("\\|", "|") for cell in cells]
 
 
+@pytest.mark.slow
 def test_every_line_has_its_row_with_its_level() -> None:
     there = logged()
     assert len(there) > 80

@@ -15,6 +15,8 @@ from kvcore_devtools.gpu import Machine, installed, queued_torch
 from kvcore_devtools.gpu.memory import tensor_spans
 from support.budget import examples
 
+pytestmark = pytest.mark.slow  # torch's dispatch takes seconds to come up
+
 CPU = torch.device("cpu")
 SIDE = 4
 
@@ -64,7 +66,6 @@ def program(steps: list[tuple[str, int, int]]) -> list[Tensor]:
     return held
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(30))
 @given(
     st.lists(
@@ -84,7 +85,6 @@ def test_every_program_has_the_results_of_plain_torch(
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.slow
 def test_nothing_runs_before_something_waits_for_it() -> None:
     with installed(Machine(0, eager=0.0)) as machine, queued_torch(machine) as at_once:
         made = device_made(1.0) + 1

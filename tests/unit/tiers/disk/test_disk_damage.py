@@ -224,6 +224,7 @@ def test_another_blocks_bytes_do_not_pass_under_a_forged_key(path: Path) -> None
         read_back(tier, blocks[1]._replace(slot=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "round_", [0, 1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 3))]
 )

@@ -147,6 +147,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_left_process_that_holds_the_store_is_named(path: Path) -> None:
     left = subprocess.Popen(
         [sys.executable, "-c", LEFT, str(path)],
