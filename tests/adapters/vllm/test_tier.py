@@ -313,6 +313,7 @@ def test_what_makes_other_rows_finds_nothing(opened: Opens) -> None:
         {"vllm_config": having(set_to("model_config.hf_text_config.rope_theta", 7.0))},
         {"vllm_config": having(set_to("parallel_config.tensor_parallel_size", 2))},
         {"vllm_config": having(set_to("cache_config.prefix_caching_hash_algo", "sha256_cbor"))},
+        {"vllm_config": having(set_to("mamba_config.enable_stochastic_rounding", True))},
         {"groups": groups_of(full(), full(SlidingWindowSpec, sliding_window=32))},
         {"groups": groups_of(full(head_size=32, num_kv_heads=4), full())},
         {"options": {"namespace": {"secret": "another secret of 32 bytes here."}}},
