@@ -32,7 +32,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 SITE = NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-a-c test-unit-d-o test-unit-p-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
+.PHONY: help answers env env-all env-compat env-load env-release env-routers env-sglang demo demo-cluster demo-router test test-all test-vllm test-beside test-compat test-unit test-unit-adapters test-unit-c-o test-unit-p-z mistakes test-sglang test-kernels test-adversary soak model imports lint bench gpu gpu-bundle docs docs-site lock release-files clean clean-env
 .DEFAULT_GOAL := help
 
 help:
@@ -157,17 +157,18 @@ answers: env-all model
 	$(RUN) -m pytest $(ALONE) -m "whole_machine and ($(CHOSEN))" --answers=record $(PYTEST)
 
 # Three parts side by side, because tests wait for a fifth of their time; without xdist, which would
-# collect all tests in each process and import vLLM there, which only tests of adapters need. Properties
-# are tried on a fifth of the examples that CI tries; `make test` tries new ones, and more.
+# collect all tests in each process and import vLLM there: only tests of adapters and one of events do.
+# Properties are tried on a fifth of the examples that CI tries; `make test` tries new ones, and more.
 UNIT = OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not engine and not slow and not exhaustive" --hypothesis-profile=quick
+BESIDE_ADAPTERS := tests/unit/_util tests/unit/cli tests/unit/events
 test-unit: env
-	@$(LANES) test-unit-a-c test-unit-d-o test-unit-p-z
+	@$(LANES) test-unit-adapters test-unit-c-o test-unit-p-z
 
-test-unit-a-c:
-	$(UNIT) tests/adapters tests/unit --ignore-glob='tests/unit/[d-z]*' $(PYTEST)
+test-unit-adapters:
+	$(UNIT) tests/adapters $(BESIDE_ADAPTERS) $(PYTEST)
 
-test-unit-d-o:
-	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-cp-z]*' $(PYTEST)
+test-unit-c-o:
+	$(UNIT) tests/unit --ignore-glob='tests/unit/[p-z]*' $(BESIDE_ADAPTERS:%=--ignore-glob='%/*') $(PYTEST)
 
 test-unit-p-z:
 	$(UNIT) tests/unit --ignore-glob='tests/unit/[_a-o]*' $(PYTEST)

@@ -229,6 +229,7 @@ def test_the_command_sweeps(tmp_path: Path) -> None:
     assert "160KiB" in table
 
 
+@pytest.mark.slow
 def test_the_command_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     trace = write(tmp_path / "t.jsonl", [line(n, [1, 2, n + 3]) for n in range(4)])

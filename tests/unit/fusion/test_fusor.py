@@ -279,6 +279,7 @@ FEW += [
 FEWER = [(most, budget) for most in (1, 7, 16) for budget in [*RATIOS, Ratio(0.9, spread=0.1)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "budget"),
     [

@@ -223,6 +223,7 @@ def llama() -> World:
     return World(Decoder(make_model("llama")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("name", CHECKS)
 def test_invariant(name: str, kind: str) -> None:

@@ -188,6 +188,7 @@ def test_every_architecture_is_tried() -> None:
     assert set(ARCHITECTURES) == set(_FAMILIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_keys_move_as_transformers_computes_them(case: str) -> None:
     tried = subject(case)

@@ -226,6 +226,7 @@ def test_from_one_engine_through_canonical_blocks_to_another_and_back(data: st.D
         assert token_bytes(arenas[1], token) == token_bytes(views[0], token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", both_ops(), ids=lambda o: o.name)
 @pytest.mark.parametrize("readers", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("writers", [1, 2, 3])

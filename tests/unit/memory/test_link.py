@@ -372,6 +372,7 @@ def test_what_views_are_made_of_is_computed_once_and_does_not_keep_them() -> Non
     assert len(cache) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [2 * 32 * 64 * 2, 3 * 32 * 64 * 2 * 2, 1024])
 @pytest.mark.parametrize("to_host", [True, False])
 def test_a_block_beyond_the_staging_is_cut_by_layers_and_by_heads(

@@ -34,7 +34,7 @@ def runs(part: list[str], file: str) -> bool:
     ("targets", "count", "folders"),
     [
         (("test-vllm", "test-beside"), 4, ["."]),
-        (("test-unit-a-c", "test-unit-d-o", "test-unit-p-z"), 3, ["unit", "adapters"]),
+        (("test-unit-adapters", "test-unit-c-o", "test-unit-p-z"), 3, ["unit", "adapters"]),
     ],
 )
 def test_every_file_is_in_one_part(

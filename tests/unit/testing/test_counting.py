@@ -23,6 +23,7 @@ def counted(work: Callable[[Tensor], object]) -> Counts:
     return calls.sections.get("layer 3", Counts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "work",
     [

@@ -154,6 +154,7 @@ def run(*args: str) -> tuple[int, Any]:
     return result.exit_code, json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_command_tells_by_its_exit_code(tmp_path: Path) -> None:
     folder, _ = fill(tmp_path, ONE, 3)
     assert run(str(tmp_path))[0] == 0
