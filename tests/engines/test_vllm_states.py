@@ -446,33 +446,43 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive  # without an engine: unit/worker/test_point_sizes.py
 @pytest.mark.parametrize(
-    ("arch", "kv_heads"),
-    [("gpt_oss", 2), ("gemma3", 2), ("gemma3", 1)],  # vLLM's gpt-oss shares no head among ranks
+    ("arch", "kv_heads", "tier"),
+    [  # vLLM's gpt-oss shares no head among ranks
+        ("gpt_oss", 2, "far"),
+        ("gemma3", 2, "far"),
+        ("gemma3", 1, "far"),
+        ("gemma3", 2, "host"),
+    ],
 )
 def test_any_number_of_ranks_reads_windows_that_another_wrote(
-    arch: str, kv_heads: int, tmp_path: Path
+    arch: str, kv_heads: int, tier: str, tmp_path: Path
 ) -> None:
-    """One rank writes, two read and write more, one reads that. Two ranks share a single head."""
+    """In a store, or in a server's memory. One rank writes, two read and write more, one reads
+    that. Two ranks share a single head."""
     options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0, "splits_s": 0.01}
-    far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
+    place = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
     kind, sizes = KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
     asked = {"one": prompt(110), "two": prompt(111, 500)}
     cold = dict[str, Generation]()
-    for turn, size in enumerate(sizes):
-        args = {"tensor_parallel_size": 2} if size == "two" else {}
-        run = kind._replace(args=args)
-        with started(run, tmp_path, far, kv_heads=kv_heads) as process:
-            served = Served(process, run, tmp_path / "spoil")
-            if size not in cold:
-                [cold[size]] = served.ask([asked[size]], "cold")
-                served.ask([asked[size]], "shared")
-            if turn:
-                other = "one" if size == "two" else "two"
-                settle_and_empty(process)
-                warm = served.ask([asked[other]], "shared")
-                assert_same(served, warm, [cold[other]])
-                assert [answer.tiers for answer in warm] == [served.told("far", asked[other])]
-            process.settle()
+    config = server_settings(tmp_path / "kv", host={"capacity": "64MiB"})
+    if tier == "host":
+        place = {"server": config.server.model_dump(mode="json")}
+    with closing(RunningServer(config)):
+        for turn, size in enumerate(sizes):
+            args = {"tensor_parallel_size": 2} if size == "two" else {}
+            run = kind._replace(args=args)
+            with started(run, tmp_path, place, kv_heads=kv_heads) as process:
+                served = Served(process, run, tmp_path / "spoil")
+                if size not in cold:
+                    [cold[size]] = served.ask([asked[size]], "cold")
+                    served.ask([asked[size]], "shared")
+                if turn:
+                    other = "one" if size == "two" else "two"
+                    settle_and_empty(process)
+                    warm = served.ask([asked[other]], "shared")
+                    assert_same(served, warm, [cold[other]])
+                    assert [answer.tiers for answer in warm] == [served.told(tier, asked[other])]
+                process.settle()
 
 
 def only_one(kind: Kind, states: str = "lfm2") -> None:
