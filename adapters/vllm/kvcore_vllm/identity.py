@@ -37,6 +37,7 @@ __all__ = [
     "model_identity",
     "packed_identity",
     "quantised_type",
+    "state_kernels",
 ]
 
 _FILE_FORMATS = frozenset(
@@ -317,8 +318,13 @@ def _states(vllm_config: VllmConfig, specs: Sequence[Any]) -> object | None:
     ]
     if not found:
         return None
-    kernels = kv_fields(dataclasses.asdict(vllm_config.mamba_config))
-    return ["vllm", vllm.__version__, str(current_platform.device_name), kernels, *found]
+    device, kernels = str(current_platform.device_name), state_kernels(vllm_config)
+    return ["vllm", vllm.__version__, device, kernels, *found]
+
+
+def state_kernels(vllm_config: VllmConfig) -> object:
+    """Return vLLM's settings of the kernels that write states (`--mamba-backend` and its like)."""
+    return kv_fields(dataclasses.asdict(vllm_config.mamba_config))
 
 
 def packed_identity(

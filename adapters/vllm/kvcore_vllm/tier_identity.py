@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.ingredients import kv_fields
 from kvcore.model.keys import canonical_bytes
-from kvcore_vllm.identity import device_kind, model_identity
+from kvcore_vllm.identity import device_kind, model_identity, state_kernels
 from kvcore_vllm.specs import leaf_specs
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ def rows_identity(engine: Starting, told: OffloadingConfig, row_nbytes: int) -> 
         "vllm": vllm.__version__,  # which may change a layout
         "device": device_kind(),
         "backend": str(getattr(config.attention_config, "backend", None)),
-        "states": kv_fields(dataclasses.asdict(config.mamba_config)),
+        "states": state_kernels(config),
         "runner": str(config.use_v2_model_runner),
         "groups": [[group.layer_names, _spec(group.kv_cache_spec)] for group in groups],
         "offloaded": [[each.group_id, each.tokens_per_block] for each in told.groups],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -429,6 +430,34 @@ def test_many_saves_in_little_memory_give_back_what_was_saved(
         server.server.check_integrity()
     assert found > 10
     assert saved > 30
+
+
+def test_a_worker_that_cannot_use_the_memory_holds_nothing_of_the_session(
+    folder: Path,
+    start: Callable[[Config], RunningServer],
+    begin: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each save fails alone, and leaves no file open. Once it can, it saves."""
+    config = settings(folder)
+    start(config)
+    engine = begin(config)
+    worker = engine.ranks[0].parts.worker
+
+    def unfit(*_: Any) -> None:
+        raise LayoutError("no runs of bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "use_arena", unfit)
+        engine.save(keys(2), [4, 1], 2)  # maps the memory, which stays mapped
+        gc.collect()
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for seed in range(1, 4):
+            engine.save(keys(4, seed), [4, 1, 0, 5], 3)
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert engine.manager.get_match(keys(2), DIGEST).blocks == 0
+    engine.save(keys(2), [4, 1], 2)
+    assert engine.manager.get_match(keys(2), DIGEST).blocks == 2
 
 
 # -- what is no request --------------------------------------------------------------------------
