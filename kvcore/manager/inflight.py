@@ -229,18 +229,21 @@ class Flights:
         graph: TransferGraph,
         lane: Lane | None = None,
         on_end: Callable[[], object] | None = None,
+        *,
+        lent: bool = False,
     ) -> None:
         """Send a planned graph to the workers, or to ``lane`` if it is given.
 
         From here on it keeps its reservations and pins until it has ended on all workers.
-        ``on_end`` is called then.
+        ``on_end`` is called then. The deadline of a ``lent`` graph is another process's word, and
+        blames no tier: whoever carries out its reads calls `blame`.
         """
         flight = self._planned.pop(graph.graph_id)
         flight.graph = graph
         flight.waiting = {op.op_id for op in graph.ops}
         if on_end is not None:
             flight.on_end.append(on_end)
-        if graph.deadline_s is not None and not graph.touches_device:
+        if graph.deadline_s is not None and not graph.touches_device and not lent:
             flight.expires = self._clock() + graph.deadline_s
         if not self._flights:
             self._last_end = self._clock()  # no graph was in flight that could have ended
@@ -294,6 +297,11 @@ class Flights:
             late = flight.expires is not None and self._clock() >= flight.expires
             if late and flight.given_up is None:
                 self._give_up(flight, RowError.DEADLINE)
+
+    def blame(self, graph_id: int, tier: str) -> None:
+        """Give up a flight whose read from ``tier`` is late, and blame the tier."""
+        self._flights[graph_id].given_up = RowError.DEADLINE
+        self._breakers.reads[tier].failed()
 
     def release(self, flight: Flight) -> None:
         """Give back what a flight keeps, once it has ended or will not be launched.

@@ -223,7 +223,7 @@ class KVManager(Manager):
 
     def lend(self, planned: Planned) -> None:
         """Count a plan as launched that a server's session binds to its pages and sends itself."""
-        self._start(planned, planned.graph, lambda graph: None, None)
+        self._start(planned, planned.graph, lambda graph: None, None, lent=True)
 
     def _start(
         self,
@@ -231,9 +231,11 @@ class KVManager(Manager):
         graph: TransferGraph,
         lane: Lane | None,
         on_end: Callable[[], object] | None,
+        *,
+        lent: bool = False,
     ) -> None:
         self.offloader.publish(planned)
-        self.flights.launch(graph, lane, on_end)
+        self.flights.launch(graph, lane, on_end, lent=lent)
         if graph.priority is Priority.LOAD and graph.ops[-1].path.touches_device:  # not a fetch
             used = self.index.match(planned.keys[: planned.blocks.stop])
             self.index.touch(used)

@@ -13,6 +13,7 @@ a read ended.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -99,6 +100,16 @@ class _ReadOp:
 
 
 @dataclass
+class _Reading:
+    """A read of a session that the server has begun, at ``since``. ``late``: its tier is blamed."""
+
+    claim: _Claim
+    op_id: int
+    since: float
+    late: bool = False
+
+
+@dataclass
 class _Claim:
     """A session's graph; ``left`` are the ops that have not ended.
 
@@ -148,7 +159,8 @@ class ModelCache:
         if is_of_pages(described):
             config = for_pages(config)
         self._claims: dict[int, _Claim] = {}
-        self._reading: dict[int, tuple[_Claim, int]] = {}
+        self._reading: dict[int, _Reading] = {}
+        self._late_s, self._clock = config.transfer.load_deadline_s, time.monotonic
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
         self._transport = LocalTransport(self._worker(config, described))
         try:
@@ -464,14 +476,17 @@ class ModelCache:
         number = next(self.manager.flights.ids)
         alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,))
         read.running = True
-        self._reading[alone.graph_id] = claim, op_id
+        self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
         self._transport.submit(alone)
 
     def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         read = claim.reads[op_id]
-        read.running, read.failed = False, failed
+        read.running = False
         for tell in read.asked.values():
             tell(failed)
+        # What was dropped at the session's deadline had not begun: it says nothing of the tier.
+        dropped = {row for row, why in failed.items() if why is RowError.DEADLINE}
+        read.failed = failed | dict.fromkeys(dropped, RowError.CANCELLED)
         read.asked.clear()
         if read.reported is not None:
             self._done(claim, op_id, read.reported)
@@ -504,9 +519,22 @@ class ModelCache:
             if reading is None:
                 self.manager.complete(report)
             else:
-                self._read_ended(*reading, report.failed)
+                self._read_ended(reading.claim, reading.op_id, report.failed)
+        self._blame_late()
         self.manager.maintain()
         self.admin.step()
+
+    def _blame_late(self) -> None:
+        """Blame the tiers whose reads are late by the server's own deadline.
+
+        A session gives its reads up at a deadline that it chose, so that proves nothing.
+        """
+        now = self._clock()
+        for reading in self._reading.values():
+            if not reading.late and now - reading.since >= self._late_s:
+                reading.late = True
+                op = reading.claim.op(reading.op_id)
+                self.manager.flights.blame(reading.claim.graph.graph_id, op.tier)
 
     def check_integrity(self) -> None:
         """Assert that the index is consistent and that a session owns every graph in flight."""

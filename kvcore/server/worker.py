@@ -91,12 +91,19 @@ class _ServedRead:
         link.refused = None  # it may have been about the connection before
         self.enter(session)
         read = ReadRequest(link.ref(), session, graph.graph_id, op.op_id, self._rank)
-        reply = link.ask(read, graph.deadline_s or self._longest, alive=alive)
+        longest = graph.deadline_s or self._longest
+        reply = link.ask(read, longest, alive=alive)
         if isinstance(reply, ReadReply):
             return {row: why for row, why in reply.failed.items() if row in rows}
-        why = reply.message if isinstance(reply, Refused) else "the server does not answer"
+        error = RowError.IO
+        if isinstance(reply, Refused):
+            why = reply.message
+        elif time.monotonic() - asked >= longest:  # the same as a deadline that the engine sees
+            why, error = f"it has not ended in {longest:g} s", RowError.DEADLINE
+        else:
+            why = "the server does not answer"
         _log.warning("read failed graph=%d op=%d: %s", graph.graph_id, op.op_id, why)
-        return dict.fromkeys(rows, RowError.IO)
+        return dict.fromkeys(rows, error)
 
 
 class ServedWorker(KVWorker):

@@ -76,6 +76,7 @@ class _Tracked:
 
     Attributes:
         attempts: loads and blends of the request that failed.
+        late: one of them was given up at its deadline, for which the request has waited.
         fetched: the loads of its chunks into host memory were launched.
         fetching: those loads that are in flight.
         give_up_at: the monotonic time after which the request no longer waits for them.
@@ -89,6 +90,7 @@ class _Tracked:
     control: RequestControl
     saved_blocks: int = 0
     attempts: int = 0
+    late: bool = False
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
     give_up_at: float = 0.0
@@ -98,7 +100,7 @@ class _Tracked:
 
     @property
     def may_load(self) -> bool:
-        return self.is_current and self.attempts < MAX_ATTEMPTS
+        return self.is_current and self.attempts < MAX_ATTEMPTS and not self.late
 
 
 @dataclass
@@ -352,13 +354,15 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
             load.failed = load.failed or bool(report.failed)
         if not self._complete(report) or load is None:
             return spoilt
-        return self._arrived(self._loads.pop(report.graph_id))
+        return self._arrived(report.graph_id, self._loads.pop(report.graph_id))
 
-    def _arrived(self, load: _Load) -> Request | None:
+    def _arrived(self, graph_id: int, load: _Load) -> Request | None:
         request = load.request
         if request.state.ended:
             return None
         if load.failed:
+            if graph_id in self._late and (tracked := self._tracked.get(request.request_id)):
+                tracked.late = True
             return request
         if request.state is State.LOADING:
             request.state, request.computed = State.RUNNING, load.stop

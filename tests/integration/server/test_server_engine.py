@@ -1,6 +1,7 @@
 """Two engines, one server: what one computed the other loads, and the answers stay the same."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,3 +94,41 @@ def test_what_is_damaged_on_the_servers_disk_is_computed_and_saved_anew(
     assert serve(second, prompt) == (plain(prompt), {})
     until(lambda: again.idle)
     assert serve(second, prompt) == (plain(prompt), {"host": 96})
+
+
+@pytest.mark.parametrize("first", ["engine", "read"])
+def test_a_read_that_hangs_is_waited_for_once(
+    start: Start,
+    engine: Any,
+    plain: Any,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+) -> None:
+    """Whether the engine or its read is the first to see that the deadline has passed."""
+    config = settings(
+        folder, disk={"path": str(tmp_path), "capacity": "64MiB"}, transfer={"load_deadline_s": 0.4}
+    )
+    server = start(config)
+    serving, prompt = engine(config, prefix_cache=False), words(1, 100)
+    assert serve(serving, prompt) == (plain(prompt), {})
+    until(lambda: server.idle)
+    [cache] = server.server.models
+    cache.manager.index.evictions.evict("host", 100)
+    disk, begun, go_on = cache._transport.worker.tiers["disk"], [], threading.Event()
+    read = disk.read
+
+    def hang(requests: Any) -> Any:
+        begun.append(len(requests))
+        go_on.wait(60)
+        return read(requests)
+
+    monkeypatch.setattr(disk, "read", hang)
+    if first == "read":
+        transfers = serving.workers[0].worker.engine
+        monkeypatch.setattr(transfers, "_expire", lambda now: None)
+    assert serve(serving, prompt) == (plain(prompt), {})
+    assert len(begun) == 1, "no second load from what was too slow for the first"
+    go_on.set()
+    until(lambda: server.idle)

@@ -1,6 +1,7 @@
 """One model on the server, without sockets: a session is believed where it can know."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 pytest.importorskip("zmq")
 
+from kvcore._util.circuit_breaker import Breaker, BreakerState
 from kvcore.errors import FormatError, KVCoreError
 from kvcore.fusion.segments import Segments
 from kvcore.model.keys import pack_tokens
@@ -16,8 +18,9 @@ from kvcore.model.shape import BlockShape
 from kvcore.server import messages as m
 from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir, session_of
-from kvcore.testing.waiting import until
+from kvcore.testing.waiting import PATIENCE_S, until
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.worker import WorkerLimits
 from kvcore_devtools.server_fixture import settings, words
 
 SHAPE = BlockShape(2, 2, 8, 16, "float32")
@@ -264,3 +267,100 @@ def test_a_server_spills_what_a_full_host_tier_would_lose(folder: Path, tmp_path
     assert space.used["host"][0] < room
     space.close()
     held.close()
+
+
+# -- a tier that is late ---------------------------------------------------------------------------
+
+
+class Hung:
+    """A disk whose reads stand still until they are let go. The server's time is the test's own."""
+
+    def __init__(self, space: ModelCache, monkeypatch: pytest.MonkeyPatch) -> None:
+        disk = space._transport.worker.tiers["disk"]
+        read = disk.read
+        self.begun, self.go_on, self.now = 0, threading.Event(), 100.0
+
+        def hang(requests: Any) -> Any:
+            self.begun += 1
+            assert self.go_on.wait(PATIENCE_S)
+            return read(requests)
+
+        monkeypatch.setattr(disk, "read", hang)
+        monkeypatch.setattr(space, "_clock", lambda: self.now)
+
+
+def on_disk(space: ModelCache, count: int) -> list[bytes]:
+    """The names of ``count`` more prompts of a block, which are on disk, and only there."""
+    names = [bytes([100 + i]) * 16 for i in range(count)]
+    for name in names:
+        graph = space.save(m.SaveRequest(1, SAVER, name, HERE), 1).graph
+        assert graph is not None
+        space.ops_ended(SAVER, ended(graph))
+    ticking(space, lambda: not space.background)
+    space.manager.index.evictions.evict("host", 100)
+    return names
+
+
+def load_one(
+    space: ModelCache, session: int, name: bytes, told: list[dict[int, RowError]], **more: Any
+) -> TransferGraph:
+    """A load of one block whose rank is ready. ``told`` gets the end of its read."""
+    asked = m.LoadRequest(1, session, name, HERE, [("disk", 0, 1)], 0, 1, **more)
+    graph = space.load(asked, 1).graph
+    assert graph is not None
+    [read] = [op.op_id for op in graph.ops if op.path.reads_tier]
+    space.read(session, graph.graph_id, read, 0, collect(told))
+    return graph
+
+
+def breaker_of(space: ModelCache) -> Breaker:
+    return space.manager.tiers.breakers.reads["disk"]
+
+
+def test_a_tier_whose_reads_hang_is_left_alone_whatever_the_session_says(
+    space: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three loads are late. The session has given up the first two before."""
+    names = on_disk(space, 3)
+    hung = Hung(space, monkeypatch)
+    for failures, name in enumerate(names, 1):
+        graph = load_one(space, LOADER, name, [])
+        until(lambda: hung.begun)
+        if failures < 3:
+            space.ops_ended(LOADER, ended(graph, RowError.DEADLINE))
+        assert space.claims(LOADER) == failures, "the read may be writing"
+        hung.now += space._late_s - 1
+        space.tick()
+        assert breaker_of(space)._failures == failures - 1, "slow is not late"
+        hung.now += 1
+        space.tick()
+        space.tick()
+        assert breaker_of(space)._failures == failures
+    assert breaker_of(space).state is BreakerState.OPEN
+    assert not sources(space), "nobody waits for it any more"
+    hung.go_on.set()
+    ticking(space, lambda: not space._reading)
+    space.ops_ended(LOADER, ended(graph))
+    assert not space.claims(LOADER)
+    assert breaker_of(space).state is BreakerState.OPEN, "what came too late is no success"
+
+
+def test_a_session_with_a_short_deadline_costs_others_no_tier(
+    space: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it drops while it waits behind other reads has not begun: that says nothing."""
+    threads = WorkerLimits().io_queues
+    names = on_disk(space, threads + 4)
+    hung = Hung(space, monkeypatch)
+    for name in names[:threads]:
+        load_one(space, LOADER, name, [])
+    until(lambda: hung.begun == threads)
+    for name in names[threads:]:
+        told: list[dict[int, RowError]] = []
+        short = load_one(space, SAVER, name, told, deadline_s=0.001)
+        ticking(space, lambda told=told: told)  # type: ignore[misc]
+        assert set(told[0].values()) == {RowError.DEADLINE}
+        space.ops_ended(SAVER, ended(short, RowError.DEADLINE))
+    assert (space.claims(SAVER), breaker_of(space)._failures) == (0, 0)
+    hung.go_on.set()
+    ticking(space, lambda: not space._reading)
