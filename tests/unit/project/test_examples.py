@@ -77,7 +77,7 @@ class TestSqliteStore(StoreContract):
         self.path = tmp_path / "blocks.sqlite"
 
     def make_store(self) -> BlockStore:
-        store: BlockStore = example("custom_tier").SqliteStore(str(self.path))
+        store: BlockStore = example("custom_tier").SqliteStore(str(self.path), 60.0)
         return store
 
 
