@@ -182,8 +182,7 @@ def model_of(kind: Kind, **more: Any) -> Path:
         if not torch.cpu._is_amx_tile_supported():
             pytest.skip("vLLM's kernels of DeepSeek V4 need a processor with AMX")
         return tiny_deepseek_v4()
-    ranks = kind.args.get("tensor_parallel_size", 1)
-    heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
+    heads = {"heads": 8 if kind.arch == "lfm2" else 4, "kv_heads": 2}
     layers = 6 if kind.arch in ("lfm2", *WINDOWS) else 4
     made = tiny_model(
         kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY,
@@ -452,16 +451,20 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
         ("gemma3", 2, "far"),
         ("gemma3", 1, "far"),
         ("gemma3", 2, "host"),
+        ("lfm2", 2, "far"),
+        ("lfm2", 2, "host"),
+        ("lfm2-windows", 2, "far"),
+        ("qwen3_next", 2, "far"),
     ],
 )
-def test_any_number_of_ranks_reads_windows_that_another_wrote(
+def test_any_number_of_ranks_reads_points_that_another_wrote(
     arch: str, kv_heads: int, tier: str, tmp_path: Path
 ) -> None:
     """In a store, or in a server's memory. One rank writes, two read and write more, one reads
     that. Two ranks share a single head."""
     options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0, "splits_s": 0.01}
     place = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
-    kind, sizes = KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
+    kind, sizes = KINDS.get(arch) or KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
     asked = {"one": prompt(110), "two": prompt(111, 500)}
     cold = dict[str, Generation]()
     config = server_settings(tmp_path / "kv", host={"capacity": "64MiB"})
@@ -470,7 +473,7 @@ def test_any_number_of_ranks_reads_windows_that_another_wrote(
     with closing(RunningServer(config)):
         for turn, size in enumerate(sizes):
             args = {"tensor_parallel_size": 2} if size == "two" else {}
-            run = kind._replace(args=args)
+            run = kind._replace(args={**kind.args, **args})
             with started(run, tmp_path, place, kv_heads=kv_heads) as process:
                 served = Served(process, run, tmp_path / "spoil")
                 if size not in cold:
