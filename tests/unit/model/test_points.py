@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
@@ -28,6 +28,7 @@ from kvcore.model.points import (
 )
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from support.budget import examples
 
 keys_ = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 KINDS = ["block", "half", "other half", "first", "next"]
@@ -123,6 +124,7 @@ def test_shares_of_heads_by_hand() -> None:
     st.integers(1, 3),
     st.integers(1, 7),
 )
+@settings(max_examples=examples(30), deadline=None)
 def test_a_head_has_the_same_places_of_a_row_at_any_number_of_ranks(
     groups: list[tuple[int, list[int]]], layers: int, head: int
 ) -> None:
