@@ -119,6 +119,8 @@ def describe(
         # Ranks with the same heads may have states, and heads of windows, of their own. So their
         # parts count apart. Points are read by as many ranks as wrote them.
         shares, total_heads = (), spec.num_kv_heads * tp
+        if states:
+            _log.info("states are not cut by KV heads: %d ranks read what %d wrote only", tp, tp)
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
             f"{spec.num_kv_heads} KV heads per rank with {total_heads} heads over {tp} ranks: "
