@@ -1,8 +1,8 @@
 """Views of resume points: an engine's pages of states and windows, and rows of the arena.
 
-A piece of a layer's state or page (`kvcore.model.points`) is one run of bytes on both sides. It is
-described as a plane of uint8 with one token and one head, so that `copy_blocks` copies it like KV.
-A row of a window is a block of some layers.
+A piece of a layer's state or page (`kvcore.model.points`) is one run of bytes on both sides, or one
+for each KV head. It is described as a plane of uint8 with one token, so that `copy_blocks` copies
+it like KV. A row of a window is a block of some layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.memory.layout import Axis, KVLayout, KVView, Plane, arena_layout
 from kvcore.memory.runs import BYTES, ONE, SlotPlace, byte_pages, unlike
-from kvcore.model.points import Piece, PointShape
+from kvcore.model.points import Piece, PointShape, RowHeads
 from kvcore.model.shape import BlockShape
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RowCopy:
 
     A unit of ``pages`` is a page of the engine's table ``group``. ``pieces`` are the parts of the
     row, in the order of the planes of ``pages``. All are of the page that is ``page`` pages before
-    the last one of a window.
+    the last one of a window. ``heads`` is that of `PointShape`.
     """
 
     row: int
@@ -59,6 +59,32 @@ class RowCopy:
     pages: KVView
     pieces: tuple[Piece, ...]
     page: int = 0
+    heads: RowHeads | None = None
+
+    def memory(self, arena: KVView, place: SlotPlace) -> KVView:
+        """Return the same pieces in slots, the pages of ``arena``.
+
+        Slots must be runs of bytes. A unit of the view is a slot.
+        """
+        import torch
+
+        if self.heads is None:
+            raw, heads = place.bytes_of(arena), 1
+            planes = [
+                Plane(0, piece.at, place.slot_nbytes, 0, Axis(0), ONE, piece.nbytes)
+                for piece in self.pieces
+            ]
+        else:  # in place of the heads of a block's layers, where other ranks find theirs
+            raw, heads = arena.tensors[0].view(torch.uint8), self.heads.heads
+            planes = [self._in_a_head(arena.layout, piece, self.heads) for piece in self.pieces]
+        layout = KVLayout(BYTES, arena.layout.num_pages, 1, heads, tuple((p,) for p in planes))
+        return KVView(layout, [raw])
+
+    def _in_a_head(self, arena: KVLayout, piece: Piece, heads: RowHeads) -> Plane:
+        layer, at = divmod(piece.at, heads.nbytes)
+        first, *_ = arena.planes[layer]
+        offset, page, head = (n * arena.itemsize for n in (first.offset, first.page, first.head))
+        return Plane(0, offset + at, page, head, Axis(0), ONE, piece.nbytes)
 
 
 @dataclass(frozen=True)
@@ -99,9 +125,9 @@ class PointCopies:
     def in_memory(self, arena: KVView, place: SlotPlace) -> PointMemory:
         """Return the views of an arena that belong to these copies, in the same order."""
         return PointMemory(
-            [row_view(arena, place, part.pieces) for part in self.states],
+            [part.memory(arena, place) for part in self.states],
             [part.memory(arena, place) for part in self.windows],
-            [row_view(arena, place, part.pieces) for part in self.pages],
+            [part.memory(arena, place) for part in self.pages],
         )
 
 
@@ -171,32 +197,26 @@ def row_copies(
     for piece in point.pieces():
         found.setdefault((piece.row, piece.group, piece.page), []).append(piece)
     return [
-        RowCopy(row, group, _pages_view(raw[group], pieces), tuple(pieces), page)
+        RowCopy(
+            row,
+            group,
+            _pages_view(raw[group], pieces, 1 if point.heads is None else point.heads.heads),
+            tuple(pieces),
+            page,
+            point.heads,
+        )
         for (row, group, page), pieces in found.items()
     ]
 
 
-def row_view(memory: KVView, place: SlotPlace, pieces: Sequence[Piece]) -> KVView:
-    """Return the same pieces in slots, the pages of ``memory``.
-
-    Slots must be runs of bytes. A unit of the view is a slot.
-    """
-    distance = place.slot_nbytes
-    planes = tuple(
-        (Plane(0, piece.at, distance, 0, Axis(0), ONE, piece.nbytes),) for piece in pieces
-    )
-    layout = KVLayout(BYTES, memory.layout.num_pages, 1, 1, planes)
-    return KVView(layout, [place.bytes_of(memory)])
-
-
-def _pages_view(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> KVView:
+def _pages_view(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece], heads: int) -> KVView:
     planes = tuple(
         (
             Plane(
                 piece.layer,
                 piece.offset,
                 tensors[piece.layer].stride(0),
-                0,
+                piece.step,
                 Axis(0),
                 ONE,
                 piece.nbytes,
@@ -204,7 +224,7 @@ def _pages_view(tensors: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> KVV
         )
         for piece in pieces
     )
-    view = KVView(KVLayout(BYTES, len(tensors[0]), 1, 1, planes), tensors)
+    view = KVView(KVLayout(BYTES, len(tensors[0]), 1, heads, planes), tensors)
     view.check()
     return view
 

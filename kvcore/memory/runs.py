@@ -35,8 +35,8 @@ BYTES, ONE = "uint8", Axis(1)
 class SlotPlace(NamedTuple):
     """Where a rank's bytes lie in an arena: slots of so many bytes, from ``at`` on each.
 
-    In an arena of its own that is the slot's first byte. A server's slots have a whole block, the
-    parts of all ranks: of rows of points, and of pages of the engine's own format, one by one.
+    In an arena of its own that is the slot's first byte. A server's slots have a whole block. Of
+    what is not cut by heads, it has the parts of all ranks one by one.
     """
 
     slot_nbytes: int

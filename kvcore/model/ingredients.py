@@ -202,10 +202,10 @@ class ModelIdentity:
     )
     states: object | None = field(
         metadata=_told(
-            "what resume points hold on one rank: the shapes and types of states (Mamba, gated "
+            "what resume points hold: the shapes and types of states (Mamba, gated "
             "delta net, convolutions), and of the ends of windows",
             vllm="yes, so that resume points are found by ranks of the same number only, unless "
-            "they have windows alone and all layers have the same KV heads; beside states the "
+            "states and windows are cut by the KV heads of the other layers; beside states the "
             "version of vLLM, the kind of device and the settings of its kernels "
             '(`--mamba-backend`); with `vllm.windows = "dense"` windows are part of blocks',
             sglang="models with states run untouched",
@@ -305,8 +305,8 @@ OTHER = (
     Ingredient(
         "order of the ranks' parts",
         "that a server has the parts of all ranks one by one where they are not cut by heads",
-        "the model's fingerprint, of states, of windows with heads of their own, and of pages of "
-        "vLLM's own format, if ranks have unlike parts",
+        "the model's fingerprint, of states that are not cut by heads, of windows with heads of "
+        "their own, and of pages of vLLM's own format, if ranks have unlike parts",
         "such models run untouched",
         "such models run untouched",
     ),

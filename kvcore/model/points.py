@@ -22,6 +22,15 @@ rows have the states. These are one run of bytes, layer after layer, which is cu
     states   │  layer 0  │  layer 1  │  layer 2  │
     rows     │     p0      │     p1      │  p2 ░░│      the end of the last row is not used
 
+If each state can be divided into as many shares as the model has KV heads, rows are cut among ranks
+as blocks are: a row has, of each layer of blocks, the heads one after another, and in the place of
+a head a run of that head's share of the states. Any number of ranks reads such a point:
+
+    a state     │ q of heads 0 1 │ k of heads 0 1 │ v of heads 0 1 │     three sections of bytes
+    a share     │ q 0 │ k 0 │ v 0 │                                     of head 0, in order
+    a row       │ head 0 │ head 1 │ head 0 │ head 1 │                   of two layers
+                    s0       s1       s0       s1                       parts of both shares
+
 The rows of the other windows follow, from the boundary backwards, each with whole layers of one
 block: ``w2 w1``. Such a row is the same at any boundary, and near the start of a prompt there are
 fewer.
@@ -53,6 +62,7 @@ __all__ = [
     "PointCounts",
     "PointRows",
     "PointShape",
+    "RowHeads",
     "StateGroup",
     "WindowGroup",
     "WindowRow",
@@ -113,10 +123,25 @@ class StateGroup:
     ``group`` is the position of the table among the model's groups, ``names`` are the engine's
     names of the layers, and ``nbytes`` are the bytes of one layer's state on each rank. A stage of
     a pipeline may have none of the layers of this group, or of those below.
+
+    ``sections`` are the bytes of the runs of which a state consists, in order. Each is divided
+    evenly among the rank's KV heads: the share of head h is the h-th range of every section. They
+    are empty if a state is not cut by heads.
     """
 
     group: int
     names: tuple[str, ...]
+    nbytes: int
+    sections: tuple[int, ...] = ()
+
+
+class RowHeads(NamedTuple):
+    """What one rank has of each layer of a row that is cut by heads.
+
+    It is ``heads`` KV heads, of ``nbytes`` bytes each.
+    """
+
+    heads: int
     nbytes: int
 
 
@@ -204,6 +229,10 @@ class Piece(NamedTuple):
 
     ``layer`` is a position in the group's names, and ``at`` the place of the bytes in the row.
     ``page`` counts the pages of a window between this one and the boundary.
+
+    Of states that are cut by heads, a piece is of every head of the rank. ``offset`` is that of the
+    first head, and the piece of the next one is ``step`` bytes behind it. ``at`` counts the bytes
+    of one head in the row, layer after layer.
     """
 
     row: int
@@ -213,6 +242,7 @@ class Piece(NamedTuple):
     at: int
     nbytes: int
     page: int = 0
+    step: int = 0
 
 
 class PointRows:
@@ -272,7 +302,8 @@ class PointShape(PointRows):
     one rank; of the whole model, they are those of one rank of each stage together. ``windows`` are
     the groups with a window, and ``page_windows`` those of them whose pages only the engine can
     read. ``counts`` are the rows of a point if stages share it; by default, those that its own
-    layers need.
+    layers need. ``heads`` are those of a layer of blocks on one rank, if the states are cut by
+    heads.
     """
 
     states: tuple[StateGroup, ...]
@@ -281,6 +312,7 @@ class PointShape(PointRows):
     windows: tuple[WindowGroup, ...] = ()
     page_windows: tuple[PageWindow, ...] = ()
     counts: PointCounts | None = None
+    heads: RowHeads | None = None
     state_rows: int = field(init=False, repr=False, compare=False)
     window_sizes: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
@@ -294,6 +326,8 @@ class PointShape(PointRows):
                     f"a layer with a window keeps {window.shape.nbytes} bytes of a block, "
                     f"more than the {self.row_nbytes} of all layers without one"
                 )
+        if not self._fits_heads():
+            raise LayoutError(f"states that are not cut by heads as the rows are: {self}")
         state_rows = -(-self.run_nbytes // self.row_nbytes)
         window_sizes = tuple((w.blocks, len(self._own_rows(w))) for w in self.windows)
         if (counts := self.counts) is not None:
@@ -307,6 +341,19 @@ class PointShape(PointRows):
         object.__setattr__(self, "state_rows", state_rows)
         object.__setattr__(self, "window_sizes", window_sizes)
 
+    def _fits_heads(self) -> bool:
+        """Return True if all of a point is cut by heads, or no state is."""
+        cut = self.heads
+        if cut is None:
+            return not any(state.sections for state in self.states)
+        return (
+            min(cut) > 0
+            and self.row_nbytes % (cut.heads * cut.nbytes) == 0
+            and all(sum(state.sections) == state.nbytes for state in self.states)
+            and all(n > 0 and n % cut.heads == 0 for s in self.states for n in s.sections)
+            and self.by_heads
+        )
+
     @property
     def spare(self) -> int:
         """How many tokens before the boundary of a point the model may go on."""
@@ -316,10 +363,9 @@ class PointShape(PointRows):
 
     @property
     def by_heads(self) -> bool:
-        """True if every row is cut among ranks as a block is (`WindowGroup.by_heads`)."""
-        return all(window.by_heads for window in self.windows) and not (
-            self.states or self.page_windows
-        )
+        """True if every row is cut among ranks as a block is."""
+        apart = self.page_windows or (self.states and self.heads is None)
+        return not apart and all(window.by_heads for window in self.windows)
 
     @property
     def run_nbytes(self) -> int:
@@ -350,6 +396,9 @@ class PointShape(PointRows):
 
     def pieces(self) -> Iterator[Piece]:
         """Yield where each byte of a point's states and pages of windows is, in order."""
+        if self.heads is not None:
+            yield from self._pieces_of_heads(self.heads)
+            return
         place = 0
         for group, layer, page, nbytes in self._run():
             offset = 0
@@ -358,6 +407,25 @@ class PointShape(PointRows):
                 size = min(nbytes - offset, self.row_nbytes - at)
                 yield Piece(row, group, layer, offset, at, size, page)
                 place, offset = place + size, offset + size
+
+    def _pieces_of_heads(self, cut: RowHeads) -> Iterator[Piece]:
+        """Yield where each byte of a head's share of the states is, in order.
+
+        No piece crosses from one layer of a row into the next.
+        """
+        place, room = 0, self.row_nbytes // cut.heads
+        for state in self.states:
+            sections = state.sections if cut.heads > 1 else (state.nbytes,)
+            for layer in range(len(state.names)):
+                offset = 0
+                for section in sections:
+                    step, done = section // cut.heads, 0
+                    while done < step:
+                        row, at = divmod(place, room)
+                        size = min(step - done, cut.nbytes - at % cut.nbytes)
+                        yield Piece(row, state.group, layer, offset + done, at, size, step=step)
+                        place, done = place + size, done + size
+                    offset += section
 
     def _run(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the group, layer, page and bytes of each part of the run that is cut into rows."""
@@ -407,6 +475,7 @@ def _part(point: PointShape, own: Collection[str], row_nbytes: int) -> PointShap
         point.every,
         tuple(replace(group, names=_of(group.names, own)) for group in point.windows),
         tuple(pages),
+        heads=point.heads,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 from kvcore.errors import LayoutError
 from kvcore.model.packed import PackedPages
 from kvcore.model.parts import Part, evenly
-from kvcore.model.points import PageWindow, PointShape, StateGroup, WindowGroup
+from kvcore.model.points import PageWindow, PointShape, RowHeads, StateGroup, WindowGroup
 from kvcore.model.shape import BlockShape
 
 __all__ = ["LayerGroup", "ModelDescription", "even_stages", "head_range"]
@@ -160,7 +160,13 @@ class ModelDescription:
                     f"windows of {window.shape}, whose heads are not those of {self.shape} on "
                     f"{self.tensor_ranks} ranks: their rows cannot be cut as blocks are"
                 )
-        apart = bool(point.states or point.windows) and not point.by_heads
+        told = RowHeads(layer.kv_heads, layer.head_nbytes)
+        if point.heads not in (None, told):
+            raise LayoutError(
+                f"states cut as {point.heads}, and layers of blocks as {told}: their rows cannot "
+                "be cut as blocks are"
+            )
+        apart = bool(point.states) or (bool(point.windows) and not point.by_heads)
         if apart and len(set(map(self.part, range(self.world_size)))) < self.world_size:
             raise LayoutError(
                 f"resume points of {self.world_size} ranks, some of which have the same part of a "

@@ -182,8 +182,7 @@ def model_of(kind: Kind, **more: Any) -> Path:
         if not torch.cpu._is_amx_tile_supported():
             pytest.skip("vLLM's kernels of DeepSeek V4 need a processor with AMX")
         return tiny_deepseek_v4()
-    ranks = kind.args.get("tensor_parallel_size", 1)
-    heads = {"heads": 8, "kv_heads": ranks} if kind.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
+    heads = {"heads": 8 if kind.arch == "lfm2" else 4, "kv_heads": 2}
     layers = 6 if kind.arch in ("lfm2", *WINDOWS) else 4
     made = tiny_model(
         kind.arch, layers=layers, head_dim=64, sliding_window=128, vocabulary=VOCABULARY,
@@ -452,17 +451,26 @@ def test_an_answer_leaves_a_point_behind(kind: Kind, tmp_path: Path) -> None:
         ("gemma3", 2, "far"),
         ("gemma3", 1, "far"),
         ("gemma3", 2, "host"),
+        ("lfm2", 2, "far"),
+        ("lfm2", 2, "host"),
+        ("lfm2-windows", 2, "far"),
+        ("qwen3_next", 2, "far"),
     ],
 )
-def test_any_number_of_ranks_reads_windows_that_another_wrote(
+def test_any_number_of_ranks_reads_points_that_another_wrote(
     arch: str, kv_heads: int, tier: str, tmp_path: Path
 ) -> None:
     """In a store, or in a server's memory. One rank writes, two read and write more, one reads
-    that. Two ranks share a single head."""
+    that. Two ranks share a single head. Prompts go on for a few tokens behind the last point, where
+    states matter most: a gated delta net forgets."""
     options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0, "splits_s": 0.01}
     place = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}
-    kind, sizes = KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
-    asked = {"one": prompt(110), "two": prompt(111, 500)}
+    kind, sizes = KINDS.get(arch) or KINDS["gpt_oss"]._replace(arch=arch), ("one", "two", "one")
+    lengths = {"one": LENGTH, "two": 500}
+    asked = {
+        size: prompt(110 + turn, length // kind.step * kind.step + 4)
+        for turn, (size, length) in enumerate(lengths.items())
+    }
     cold = dict[str, Generation]()
     config = server_settings(tmp_path / "kv", host={"capacity": "64MiB"})
     if tier == "host":
@@ -470,7 +478,7 @@ def test_any_number_of_ranks_reads_windows_that_another_wrote(
     with closing(RunningServer(config)):
         for turn, size in enumerate(sizes):
             args = {"tensor_parallel_size": 2} if size == "two" else {}
-            run = kind._replace(args=args)
+            run = kind._replace(args={**kind.args, **args})
             with started(run, tmp_path, place, kv_heads=kv_heads) as process:
                 served = Served(process, run, tmp_path / "spoil")
                 if size not in cold:
@@ -480,9 +488,22 @@ def test_any_number_of_ranks_reads_windows_that_another_wrote(
                     other = "one" if size == "two" else "two"
                     settle_and_empty(process)
                     warm = served.ask([asked[other]], "shared")
-                    assert_same(served, warm, [cold[other]])
+                    if served.is_exact():
+                        assert_same(served, warm, [cold[other]])
+                    else:
+                        assert_begins_near(warm[0], cold[other])
                     assert [answer.tiers for answer in warm] == [served.told(tier, asked[other])]
                 process.settle()
+
+
+def assert_begins_near(got: Generation, right: Generation) -> None:
+    """Assert that bfloat16, which rounds otherwise at another size, goes on as it should.
+
+    Log-probabilities of four tokens differed by 0.03 at most, and by 0.4 to 1.7 where a rank took
+    the shares of another head.
+    """
+    assert got.token_ids[:4] == right.token_ids[:4]
+    assert got.logprobs[:4] == pytest.approx(right.logprobs[:4], abs=0.1)
 
 
 def only_one(kind: Kind, states: str = "lfm2") -> None:

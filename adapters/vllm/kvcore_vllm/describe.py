@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvcore.errors import UnsupportedError
-from kvcore.model.points import PointShape, StateGroup, WindowGroup, over_stages
+from kvcore.model.points import PointShape, RowHeads, StateGroup, WindowGroup, over_stages
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore_vllm.engine import verdict
@@ -39,6 +39,7 @@ from kvcore_vllm.packed import (
     why_packed,
 )
 from kvcore_vllm.probes import STATES
+from kvcore_vllm.shares import StateShares, state_shares
 from kvcore_vllm.specs import first_specs, keeps_states, leaf_specs, state_specs
 
 if TYPE_CHECKING:
@@ -108,11 +109,18 @@ def describe(
     mla = isinstance(spec, MLAAttentionSpec)
     total_heads = 1 if mla else vllm_config.model_config.get_total_num_kv_heads()
     window_specs = [first_specs(kv_cache_config)[index] for index in windows]
-    by_heads = bool(windows) and not states and _heads_alike(vllm_config, [spec, *window_specs])
+    shares = () if mla else state_shares(vllm_config, states)
+    by_heads = (
+        bool(states or windows)
+        and len(shares) == len(states)
+        and _heads_alike(vllm_config, [spec, *window_specs])
+    )
     if (states or windows) and not by_heads:
         # Ranks with the same heads may have states, and heads of windows, of their own. So their
         # parts count apart. Points are read by as many ranks as wrote them.
-        total_heads = spec.num_kv_heads * tp
+        shares, total_heads = (), spec.num_kv_heads * tp
+        if states:
+            _log.info("states are not cut by KV heads: %d ranks read what %d wrote only", tp, tp)
     if max(total_heads // tp, 1) != spec.num_kv_heads:
         raise UnsupportedError(
             f"{spec.num_kv_heads} KV heads per rank with {total_heads} heads over {tp} ranks: "
@@ -131,7 +139,7 @@ def describe(
         _window_group(vllm_config, kv_cache_config, index, block_tokens, by_heads)
         for index in windows
     ]
-    identity = model_identity(vllm_config, specs, states, seen, stages)
+    identity = model_identity(vllm_config, specs, states, seen, stages, shares=shares)
     plain = ModelDescription(
         shape,
         groups,
@@ -145,10 +153,11 @@ def describe(
     return _with_points(
         plain,
         PointShape(
-            _state_groups(kv_cache_config, plain),
+            _state_groups(kv_cache_config, plain, shares),
             sum(_rows_of_stages(plain)),
             step // block_tokens if states else 1,
             tuple(seen),
+            heads=RowHeads(spec.num_kv_heads, shape.head_nbytes) if shares else None,
         ),
         stages,
     )
@@ -351,11 +360,11 @@ def _spare(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
 
 
 def _state_groups(
-    kv_cache_config: KVCacheConfig, model: ModelDescription
+    kv_cache_config: KVCacheConfig, model: ModelDescription, shares: Sequence[StateShares] = ()
 ) -> tuple[StateGroup, ...]:
-    """Return what a resume point has of each group of states."""
+    """Return what a resume point has of each group of states, which ``shares`` cut, if any."""
     groups = kv_cache_config.kv_cache_groups
-    return tuple(
+    found = [
         StateGroup(
             group.index,
             tuple(groups[group.index].layer_names),
@@ -363,7 +372,10 @@ def _state_groups(
         )
         for group in model.groups
         if group.of == "states"
-    )
+    ]
+    if shares:
+        found = [replace(g, sections=s.sections) for g, s in zip(found, shares, strict=True)]
+    return tuple(found)
 
 
 def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvcore.model.packed import PackedPages
     from kvcore.model.points import PageWindow, WindowGroup
+    from kvcore_vllm.shares import StateShares
 
 __all__ = [
     "WITHOUT_DRAFT",
@@ -79,13 +80,15 @@ def model_identity(
     windows: Sequence[WindowGroup] = (),
     stages: Sequence[Collection[str]] = (),
     packed: object | None = None,
+    shares: Sequence[StateShares] = (),
 ) -> ModelIdentity:
     """Return what shapes all KV of the engine, whose attention has caches of ``specs``.
 
-    ``states`` are the specs of the caches of its states, one a group, and ``windows`` what resume
-    points keep of windows. ``stages`` are the names of the layers of each pipeline
-    stage, if there are several. ``packed`` is the `packed_identity` of pages that are
-    stored as they are. Raises UnsupportedError if the weights cannot be read.
+    ``states`` are the specs of the caches of its states, one a group, ``shares`` how these are cut
+    by heads, if they are, and ``windows`` what resume points keep of windows. ``stages`` are the
+    names of the layers of each pipeline stage, if there are several. ``packed`` is the
+    `packed_identity` of pages that are stored as they are. Raises UnsupportedError if the weights
+    cannot be read.
     """
     model = vllm_config.model_config
     whole, text = _configs(model)
@@ -108,7 +111,7 @@ def model_identity(
         attention=_attention(vllm_config),
         lora=_lora(vllm_config),
         draft=draft,
-        states=_points(vllm_config, states, windows, stages),
+        states=_points(vllm_config, states, windows, stages, shares),
         packed=packed,
         own=_own(vllm_config),
         alone=tuple(why for why in (weights.alone, alone, unscaled, *unknown) if why),
@@ -266,15 +269,16 @@ def _points(
     states: Sequence[Any],
     windows: Sequence[WindowGroup],
     stages: Sequence[Collection[str]],
+    shares: Sequence[StateShares],
 ) -> object | None:
     """Return what resume points hold, layer by layer of each group, and the stages.
 
-    Where points are not `by heads <WindowGroup>`, it is what one rank holds, and the number of
+    Where points are not `by heads <PointShape>`, it is what one rank holds, and the number of
     ranks is named: their parts differ. None if the model keeps blocks only.
     """
     if not states and not windows:
         return None
-    by_heads = not states and all(window.by_heads for window in windows)
+    by_heads = len(shares) == len(states) and all(window.by_heads for window in windows)
     found = [
         [
             window.before + 1,
@@ -285,7 +289,7 @@ def _points(
         ]
         for window in windows
     ]
-    told: dict[str, object] = {"states": _states(vllm_config, states), "windows": found}
+    told: dict[str, object] = {"states": _states(vllm_config, states, shares), "windows": found}
     if not by_heads:
         told["ranks"] = vllm_config.parallel_config.tensor_parallel_size
     if stages:
@@ -298,8 +302,13 @@ def _split(stages: Sequence[Collection[str]]) -> object:
     return [sorted(names) for names in stages]
 
 
-def _states(vllm_config: VllmConfig, specs: Sequence[Any]) -> object | None:
+def _states(
+    vllm_config: VllmConfig, specs: Sequence[Any], shares: Sequence[StateShares]
+) -> object | None:
     """Return the shapes and types of the states of a layer, group by group.
+
+    They are those of one rank. With ``shares`` they are the model's, with the bytes of a share's
+    sections, which tell the number of shares too.
 
     How vLLM arranges a state of one shape may change with its version, with the kind of device
     (gated delta nets on a CPU have two dims the other way round) and with the kernels, which are
@@ -308,7 +317,7 @@ def _states(vllm_config: VllmConfig, specs: Sequence[Any]) -> object | None:
     import vllm
     from vllm.platforms import current_platform
 
-    found = [
+    found: list[dict[str, object]] = [
         {
             "kind": str(getattr(spec.mamba_type, "name", spec.mamba_type)),
             "shapes": [list(shape) for shape in spec.shapes],
@@ -318,6 +327,8 @@ def _states(vllm_config: VllmConfig, specs: Sequence[Any]) -> object | None:
     ]
     if not found:
         return None
+    for own, cut in zip(found, shares, strict=False):
+        own["shapes"], own["share"] = [list(shape) for shape in cut.shapes], list(cut.share)
     device, kernels = str(current_platform.device_name), state_kernels(vllm_config)
     return ["vllm", vllm.__version__, device, kernels, *found]
 

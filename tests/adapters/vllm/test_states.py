@@ -228,7 +228,8 @@ def test_pages_of_vllms_own_format_are_blocks_beside_states() -> None:
     assert [group.of for group in model.groups] == ["blocks", "states", "states", "windows"]
     assert model.point is not None
     assert (model.point.every, model.point.spare) == (1, 0)
-    assert model.point.states == described().point.states
+    whole = tuple(replace(each, sections=()) for each in described().point.states)
+    assert model.point.states == whole
     [found] = model.point.page_windows
     assert (found.names, found.pages, found.before) == (tuple(WINDOW), 1, 99)
     others = packed(), packed(cache_config__prefix_match_unit=STEP)
@@ -289,12 +290,61 @@ def test_other_states_are_another_namespace(other: dict[str, Any]) -> None:
     assert changed.fingerprint != described().fingerprint
 
 
-def test_another_number_of_ranks_is_another_namespace() -> None:
+def on_ranks(ranks: int, *windows: Any, shape: tuple[int, ...] = (), **fields: Any) -> Any:
+    """Describe the model on so many ranks, which share its two KV heads."""
+    config = vllm_config(parallel_config__tensor_parallel_size=ranks)
+    own = state(shapes=(shape or (2, 256 // ranks),), **fields)
+    heads = max(2 // ranks, 1)
+    return describe(config, told(attention(num_kv_heads=heads), own, own, *windows), 16)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_any_number_of_ranks_has_the_states_of_one_namespace(windows: bool) -> None:
+    one, two = (
+        on_ranks(ranks, *([window(num_kv_heads=2 // ranks)] if windows else [])) for ranks in (1, 2)
+    )
+    assert (one.fingerprint, one.shape) == (two.fingerprint, two.shape)
+    assert two.world_size == 2
+    assert one.point.rows(99) == two.point.rows(99)
+    assert one.point.by_heads
+    assert two.point.by_heads
+    assert [each.sections for each in one.point.states] == [(1024, 1024)] * 2
+    assert [each.sections for each in two.point.states] == [(512, 512)] * 2
+    assert (one.point.heads, two.point.heads) == ((2, 8192), (1, 8192))
+    assert one.behind("a server") == one
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "window_heads"),
+    [
+        (2, {"mamba_type": "linear"}, 0),
+        (2, {"shape": (2, 256)}, 0),  # each rank has the whole state
+        (2, {"shape": (4, 128)}, 0),  # with rows for drafts
+        (4, {}, 0),  # two ranks have the same KV head, and states of their own
+        (2, {}, 2),  # ranks share the heads of layers with windows otherwise
+    ],
+)
+def test_where_states_are_not_cut_another_number_of_ranks_is_another_namespace(
+    ranks: int, changes: dict[str, Any], window_heads: int
+) -> None:
     """A point has a part for each rank, even where all of them keep the same states."""
-    ranks = vllm_config(parallel_config__tensor_parallel_size=2)
-    half = describe(ranks, told(attention(num_kv_heads=1), state(), state()), 16)
-    assert half.world_size == 2
-    assert half.fingerprint != described().fingerprint
+    windows = [window(num_kv_heads=window_heads)] if window_heads else []
+    apart = on_ranks(ranks, *windows, **changes)
+    assert not apart.point.by_heads
+    assert not any(each.sections for each in apart.point.states)
+    assert len({apart.part(rank) for rank in range(ranks)}) == ranks
+    one = on_ranks(1, *windows, **{name: n for name, n in changes.items() if name != "shape"})
+    assert apart.fingerprint != one.fingerprint
+    assert apart.behind("a server").fingerprint != apart.fingerprint
+
+
+def test_the_order_of_a_convolutions_state_is_part_of_the_namespace() -> None:
+    """vLLM keeps the tokens of a channel together, or the channels of a token."""
+    other = on_ranks(2, shape=(128, 2))
+    assert other.point.by_heads
+    assert [each.sections for each in other.point.states] == [(1024,)] * 2
+    assert other.fingerprint == on_ranks(1, shape=(256, 2)).fingerprint
+    assert other.fingerprint != on_ranks(2).fingerprint
 
 
 def test_another_version_of_vllm_is_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvcore.memory.copy import DeviceOps
 from kvcore.memory.copy.native import NativeOps
 from kvcore.memory.copy.reference import ReferenceOps
 from kvcore.memory.layout import KVView
-from kvcore.memory.points import RowCopy, row_copies, row_view
+from kvcore.memory.points import RowCopy, row_copies
 from kvcore.memory.runs import SlotPlace
 from kvcore.model.points import PointShape, StateGroup
 from kvcore.model.shape import BlockShape
@@ -106,7 +106,7 @@ class Engine:
 def copy_row(
     ops: DeviceOps, engine: Engine, part: RowCopy, page: int, slot: int, save: bool
 ) -> None:
-    memory = row_view(engine.rows, SlotPlace(engine.arena.slot_nbytes), part.pieces)
+    memory = part.memory(engine.rows, SlotPlace(engine.arena.slot_nbytes))
     memory.check()
     one, other = np.array([page], dtype=np.int64), np.array([slot], dtype=np.int64)
     if save:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
@@ -17,6 +17,7 @@ from kvcore.model.points import (
     PageWindow,
     PointCounts,
     PointShape,
+    RowHeads,
     StateGroup,
     WindowGroup,
     is_point_row,
@@ -27,6 +28,7 @@ from kvcore.model.points import (
 )
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from support.budget import examples
 
 keys_ = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 KINDS = ["block", "half", "other half", "first", "next"]
@@ -92,7 +94,7 @@ def test_rows_are_as_many_as_the_states_need(point: PointShape) -> None:
 def test_two_groups_by_hand() -> None:
     point = PointShape((StateGroup(2, ("a", "b"), 5), StateGroup(0, ("c",), 3)), 8, every=1)
     assert (point.run_nbytes, point.state_rows) == (13, 2)
-    assert list(point.pieces()) == [
+    assert [piece[:-1] for piece in point.pieces()] == [
         (0, 2, 0, 0, 0, 5, 0),
         (0, 2, 1, 0, 5, 3, 0),
         (1, 2, 1, 3, 0, 2, 0),
@@ -100,12 +102,102 @@ def test_two_groups_by_hand() -> None:
     ]
 
 
+def test_shares_of_heads_by_hand() -> None:
+    """Two layers of states in rows of two layers of blocks, whose heads have five bytes."""
+    state = StateGroup(1, ("a", "b"), 14, sections=(4, 10))
+    point = PointShape((state,), 20, 1, heads=RowHeads(2, 5))
+    assert (point.run_nbytes, point.state_rows) == (28, 2)
+    assert [tuple(piece) for piece in point.pieces()] == [
+        (0, 1, 0, 0, 0, 2, 0, 2),
+        (0, 1, 0, 4, 2, 3, 0, 5),
+        (0, 1, 0, 7, 5, 2, 0, 5),
+        (0, 1, 1, 0, 7, 2, 0, 2),
+        (0, 1, 1, 4, 9, 1, 0, 5),
+        (1, 1, 1, 5, 0, 4, 0, 5),
+    ]
+    assert point.by_heads
+    assert not replace(point, states=(replace(state, sections=()),), heads=None).by_heads
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1)), min_size=1),
+    st.integers(1, 3),
+    st.integers(1, 7),
+)
+@settings(max_examples=examples(30), deadline=None)
+def test_a_head_has_the_same_places_of_a_row_at_any_number_of_ranks(
+    groups: list[tuple[int, list[int]]], layers: int, head: int
+) -> None:
+    """Four heads, on one rank to four: as many rows, and in each the same bytes of a head."""
+
+    def shares(ranks: int) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+        """By head, row and place in its part of the row: which byte of which state it is."""
+        own = 4 // ranks
+        states = tuple(
+            StateGroup(i, tuple(f"{i}.{n}" for n in range(names)), own * sum(share),
+                       tuple(own * n for n in share))
+            for i, (names, share) in enumerate(groups)
+        )  # fmt: skip
+        point = PointShape(states, layers * own * head, 1, heads=RowHeads(own, head))
+        counts.add(point.state_rows)
+        found: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+        for rank in range(ranks):
+            for piece in point.pieces():
+                assert piece.at // head == (piece.at + piece.nbytes - 1) // head < layers
+                for number in range(own):
+                    for byte in range(piece.nbytes):
+                        key = (rank * own + number, piece.row, piece.at + byte)
+                        at = piece.offset + number * piece.step + byte
+                        found.setdefault(key, []).append(
+                            (piece.group, piece.layer, whole(states[piece.group], rank, own, at))
+                        )
+        return found
+
+    def whole(state: StateGroup, rank: int, own: int, at: int) -> int:
+        """The place in the model's state of a byte of a rank's."""
+        start = 0
+        for section in state.sections:
+            if at < section:
+                return start * (4 // own) + rank * section + at
+            start, at = start + section, at - section
+        raise AssertionError("beyond the state")
+
+    counts: set[int] = set()
+    one = shares(1)
+    assert all(len(each) == 1 for each in one.values())
+    places = [each for (each,) in one.values()]
+    nbytes = sum(names * 4 * sum(share) for names, share in groups)
+    assert len(set(places)) == len(places) == nbytes
+    assert shares(2) == shares(4) == one
+    assert len(counts) == 1
+
+
+def test_a_point_is_cut_by_heads_as_a_whole_or_not() -> None:
+    state = StateGroup(1, ("a",), 12, sections=(4, 8))
+    good = PointShape((state,), 20, 1, heads=RowHeads(2, 5))
+    window = PageWindow(2, ("w",), 4, (5,), before=6)
+    wrong: list[dict[str, Any]] = [
+        {"heads": None},
+        {"heads": RowHeads(2, 4)},
+        {"heads": RowHeads(0, 5)},
+        {"heads": RowHeads(4, 5), "states": (replace(state, nbytes=14, sections=(6, 8)),)},
+        {"states": (replace(state, sections=(4, 7)),)},
+        {"states": (replace(state, sections=(3, 9)),)},
+        {"states": (replace(state, sections=()),)},
+        {"page_windows": (window,)},
+        {"windows": (WindowGroup(2, ("w",), BlockShape(1, 2, 1, 1, "int8"), 3),)},
+    ]
+    for change in wrong:
+        with pytest.raises(LayoutError, match="not cut by heads as the rows are"):
+            replace(good, **change)
+
+
 def test_pages_of_windows_lie_behind_the_states_the_last_page_first() -> None:
     window = PageWindow(2, ("a", "b"), 4, (5, 2), before=6, spare=1)
     point = PointShape((StateGroup(1, ("s",), 3),), 8, 1, page_windows=(window,))
     assert (window.pages, window.tokens) == (2, 8)
     assert (point.run_nbytes, point.state_rows, point.most_rows) == (17, 3, 3)
-    assert [tuple(piece) for piece in point.pieces()] == [
+    assert [piece[:-1] for piece in point.pieces()] == [
         (0, 1, 0, 0, 0, 3, 0),
         (0, 2, 0, 0, 3, 5, 0),
         (1, 2, 1, 0, 0, 2, 0),
