@@ -1,12 +1,16 @@
 """Prefill on one real vLLM, decode on another; KV goes from memory to memory over NIXL. Each has
-tiers of its own, or is behind a server."""
+tiers of its own, or is behind a server. Models with resume points are answered from the last one.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,9 +24,9 @@ from kvcore.harness.compare import (
     counted,
     small_engine,
 )
-from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
-from kvcore.harness.prompts import windows
+from kvcore.harness.prompts import windows, words
 from kvcore_devtools.disagg_proxy import prefill, split
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import free_port, need_client
@@ -32,7 +36,92 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("zmq")
 need_client("nixl_cu13")
 
-BLOCK = 16
+HERE = Path(__file__).parent
+BLOCK, VOCABULARY = 16, 512
+AS_NEAR = 1e-4
+"""How near log-probabilities in float32 are, where the same is computed."""
+
+
+class Kind(NamedTuple):
+    """A kind of model, and how it is started.
+
+    The model goes on behind every ``step`` tokens. With ``spare`` this may be the end of a prompt,
+    whose last token is computed again.
+    """
+
+    arch: str = "llama"
+    step: int = BLOCK
+    spare: bool = True
+    args: Mapping[str, Any] = MappingProxyType({})
+    env: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def has_points(self) -> bool:
+        return self.arch != "llama"
+
+    def model(self) -> Path:
+        if not self.has_points:
+            return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+        heads = {"heads": 8, "kv_heads": 1} if self.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
+        return tiny_model(
+            self.arch, layers=6, head_dim=64, sliding_window=128, vocabulary=VOCABULARY, **heads
+        )
+
+    def prompts(self, seed: int, count: int) -> list[list[int]]:
+        """Random ones where states and windows must show; one of them ends where a page does."""
+        if not self.has_points:
+            return windows(self.model(), count, 150, 600, seed=seed)
+        lengths = (600, 256, 400, 150, 513, 300, 450, 520)
+        ids = range(1, VOCABULARY - 8)
+        return [words(100 * seed + i, lengths[i % 8], ids) for i in range(count)]
+
+    def resumed(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt come from the engine that computed it."""
+        whole = len(prompt) // self.step * self.step
+        return (
+            min(whole, len(prompt) - 1)
+            if self.spare
+            else (len(prompt) - 1) // self.step * self.step
+        )
+
+    def environment(self, spoil: Path) -> dict[str, str]:
+        """What an engine starts with, to make the mistake that the file ``spoil`` names."""
+        if not self.has_points:
+            return {"UCX_TLS": "tcp"}
+        plugins = ["spoiling", *(["windowed"] if "KVCORE_WINDOW" in self.env else [])]
+        path = [*(str(HERE / name) for name in plugins), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(path), "KVCORE_SPOIL": str(spoil)}
+        return {"UCX_TLS": "tcp", **self.env, **own}
+
+
+# vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
+LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+KINDS = {
+    "llama": Kind(),
+    "lfm2": Kind("lfm2", 128, False, LFM2),
+    # One of its two layers with attention has a window.
+    "lfm2-windows": Kind("lfm2", 128, False, LFM2, {"KVCORE_WINDOW": "100"}),
+    "gpt_oss": Kind("gpt_oss"),
+    "gemma3": Kind("gemma3"),
+}
+DAILY = ("llama", "lfm2-windows")
+
+
+def kinds(*names: str, daily: Sequence[str] = DAILY) -> Any:
+    marks = {name: () if name in daily else (pytest.mark.exhaustive,) for name in names}
+    each = [pytest.param(KINDS[name], id=name, marks=marks[name]) for name in names]
+    return pytest.mark.parametrize("kind", each)
+
+
+def assert_same(kind: Kind, got: Sequence[Generation], right: Sequence[Generation]) -> None:
+    """States of zeros need not change the likeliest token of so small a model."""
+    assert_same_answers(got, right)
+    if kind.has_points:
+        assert likelihoods(got) == pytest.approx(likelihoods(right), abs=AS_NEAR)
+
+
+def likelihoods(got: Sequence[Generation]) -> list[float]:
+    return [each for answer in got for each in answer.logprobs]
 
 
 def settings(listen: str, **more: Any) -> dict[str, Any]:
@@ -55,40 +144,60 @@ def settings(listen: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_one_computes_and_the_other_answers() -> None:
+@kinds(*KINDS)
+def test_one_computes_and_the_other_answers(kind: Kind, tmp_path: Path) -> None:
     """What is right is what the first says when it answers itself, under a salt that nothing else
     has: without any KV of kvcore's. The other learns of the first by promises alone."""
-    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-    documents = windows(model, 8, 150, 600, seed=1)
+    model, told = kind.model(), {"logprobs": kind.has_points}
+    documents = kind.prompts(1, 9)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    env = {"UCX_TLS": "tcp"}
     consumer = settings(there, guests=["127.0.0.1"], guest_ports="1024-65535")
     given = {"kv_producer": settings(here), "kv_consumer": consumer}
+    spoil, env = tmp_path / "spoil", kind.environment(tmp_path / "spoil")
     with ExitStack() as started:  # both at once
         first, second = (
             started.enter_context(
-                closing(EngineProcess(model, kvcore=kvcore, env=env, kv_role=role, **SMALL))
+                closing(
+                    EngineProcess(
+                        model, kvcore=kvcore, env=env, kv_role=role, **{**SMALL, **kind.args}
+                    )
+                )
             )
             for role, kvcore in given.items()
         )
-        asked, [foreign], lost = documents[:6], documents[6:7], documents[7:]
-        got = split(first, second, asked, ANSWER)
-        expected = answers(first, documents, cache_salt="alone")
+        asked, [foreign], lost, [spoiled] = (
+            documents[:6], documents[6:7], documents[7:8], documents[8:]
+        )  # fmt: skip
+        got = split(first, second, asked, ANSWER, **told)
+        expected = answers(first, documents, cache_salt="alone", **told)
         assert not any(answer.reused_tokens for answer in expected)
         assert len({tuple(answer.token_ids) for answer in expected}) > 6
-        assert_same_answers(got, expected[:6])
-        assert_all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        assert_same(kind, got, expected[:6])
+        assert_all_from("far", got, [kind.resumed(d) for d in asked])
         computed = [answer.prompt_tokens - answer.cached_tokens for answer in got]
-        assert max(computed) <= BLOCK, "no more than what fills no block"
+        assert max(computed) <= kind.step, "no more than what is behind the last boundary"
         assert counted(second, "kvcore_failures_total") == 0
-        stranger = answers(second, [foreign], promise=prefill(first, foreign), cache_salt="tenant")
-        assert_same_answers(stranger, expected[6:7])
+        promise = prefill(first, foreign)
+        stranger = answers(second, [foreign], promise=promise, cache_salt="tenant", **told)
+        assert_same(kind, stranger, expected[6:7])
         assert stranger[0].reused_tokens == 0, "promised to another tenant"
+        aborted = second.submit(foreign, ANSWER, promise=promise, abort_after=0)
+        aborted.result(600)
+        after = answers(second, [foreign], promise=promise, **told)
+        assert_same(kind, after, expected[6:7])
+        assert_all_from("far", after, [kind.resumed(foreign)])
+        if kind.has_points:
+            promise = prefill(first, spoiled)
+            spoil.write_text("zeros")
+            wrong = answers(second, [spoiled], promise=promise, **told)
+            spoil.unlink()
+            assert wrong[0].tiers == {"far": kind.resumed(spoiled)}
+            assert likelihoods(wrong) != pytest.approx(likelihoods(expected[8:]), abs=AS_NEAR)
         promises = [prefill(first, document) for document in lost]
         first.kill()
-        for document, promise, answer in zip(lost, promises, expected[7:], strict=True):
-            recomputed = answers(second, [document], promise=promise)
-            assert_same_answers(recomputed, [answer])
+        for document, promise, answer in zip(lost, promises, expected[7:8], strict=True):
+            recomputed = answers(second, [document], promise=promise, **told)
+            assert_same(kind, recomputed, [answer])
             assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
 
 
