@@ -21,8 +21,11 @@ MAX_AWAITED = 256
 
 
 class _Wait(NamedTuple):
+    """``row`` is the last one of the resume point behind the blocks; None without points."""
+
     blocks: int
     until: float
+    row: bytes | None
 
 
 class PendingPrefills:
@@ -53,9 +56,12 @@ class PendingPrefills:
         It is ignored if the model cannot go on behind them.
         """
         self._waits.pop(keys[-1], None)
-        if self._points is not None and not self._points.has(keys, promise.blocks):
-            return
-        self._waits[keys[-1]] = _Wait(promise.blocks, self._clock() + promise.wait_s)
+        row = None
+        if self._points is not None:
+            if not self._points.has(keys, promise.blocks):
+                return
+            row = self._points.last_row(keys, promise.blocks)
+        self._waits[keys[-1]] = _Wait(promise.blocks, self._clock() + promise.wait_s, row)
         if len(self._waits) > MAX_AWAITED:
             del self._waits[next(iter(self._waits))]
 
@@ -67,16 +73,16 @@ class PendingPrefills:
         wait = self._waits.get(keys[-1]) if keys else None
         if wait is None:
             return False
-        if self._clock() < wait.until and self._held(keys, wait.blocks) > depth:
+        if self._clock() < wait.until and self._held(keys, wait) > depth:
             return True
         del self._waits[keys[-1]]
         return False
 
-    def _held(self, keys: Sequence[bytes], blocks: int) -> int:
-        """Return how many of the first ``blocks`` host memory holds or is receiving.
+    def _held(self, keys: Sequence[bytes], wait: _Wait) -> int:
+        """Return how many promised blocks host memory holds or is receiving.
 
         With resume points it is all of them, with the point behind them, or none.
         """
-        if self._points is None:
-            return self._index.held(HOST, keys[:blocks])
-        return blocks * self._index.held(HOST, [self._points.last_row(keys, blocks)])
+        if wait.row is None:
+            return self._index.held(HOST, keys[: wait.blocks])
+        return wait.blocks * self._index.held(HOST, [wait.row])
