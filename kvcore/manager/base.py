@@ -21,6 +21,7 @@ from kvcore.transfer.graph import OpReport, Path, Span, TransferGraph, UnitTable
 
 if TYPE_CHECKING:
     from kvcore.fusion.segments import SegmentBook
+    from kvcore.model.points import PointRows
 
 __all__ = [
     "HOST",
@@ -286,6 +287,8 @@ class Manager(ABC):
 
     index: IndexView
     transport: Transport
+    points: PointRows | None = None
+    """The resume points of the model; None if it goes on behind any block."""
     segments: SegmentBook | None = None
     """The server's tokens of stored blocks; None if the leader is to keep its own."""
 
@@ -315,13 +318,18 @@ class Manager(ABC):
     def expected(self, keys: Sequence[bytes]) -> int:
         """Count the leading blocks that a tier holds or is receiving.
 
-        0 if a server does not answer.
+        If the model keeps resume points, they are those before the last point of which that is
+        true. 0 if a server does not answer.
         """
         most = 0
         for tier in (HOST, *(tier.name for tier in self.backings)):
             if most < len(keys):
-                most = max(most, self.index.held(tier, keys))
+                most = max(most, self.expected_in(tier, keys))
         return most
+
+    @abstractmethod
+    def expected_in(self, tier: str, keys: Sequence[bytes]) -> int:
+        """Count the blocks that `expected` counts of one tier."""
 
     def coming(self, hit: Hit, stop: int) -> bool:
         """Return True if blocks that are missing from host memory are being loaded there.

@@ -90,7 +90,7 @@ class KVManager(Manager):
         self.upkeep: list[Callable[[], object]] = []
         """Called by every `maintain`."""
         self._metrics = metrics = metrics or Metrics(enabled=False)
-        self._points = points
+        self.points = points
         self.tiers = tiers = LowerTiers.of(backing, index, clock, points)
         self.invalidation = Invalidation(index, transport, tiers, metrics)
         self.flights = Flights(
@@ -121,11 +121,11 @@ class KVManager(Manager):
         return tuple(self.tiers.bindings.values())
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
-        if self._points is not None:
+        if self.points is not None:
             keys = keys[:limit]
         self._settle_stores(keys, namespace)
         hit = Hit(keys, namespace, self._sources(keys))
-        return hit if self._points is None else self._resumable(self._points, hit)
+        return hit if self.points is None else self._resumable(self.points, hit)
 
     def _sources(self, keys: Sequence[bytes]) -> tuple[Source, ...]:
         match = self.index.match(keys)
@@ -146,6 +146,14 @@ class KVManager(Manager):
             if sources and sources[-1].stop == len(chain):  # else its tier is not read now
                 return Hit(chain, hit.namespace, sources, len(chain) - blocks, hit)
         return Hit(hit.keys, hit.namespace, (), beside=hit)
+
+    def expected_in(self, tier: str, keys: Sequence[bytes]) -> int:
+        most = self.index.held(tier, keys)
+        if (points := self.points) is None:
+            return most
+        ends = range(points.boundary(most), 0, -points.every)
+        there = (end for end in ends if self.index.held(tier, [points.last_row(keys, end)]))
+        return next(there, 0)
 
     def ask_stores(self, hit: Hit, computed: int = 0, promise: Promise | None = None) -> bool:
         keys, beyond = hit.held.keys, max(hit.blocks, computed)

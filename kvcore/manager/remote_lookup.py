@@ -8,7 +8,8 @@ store has dropped is found missing when it is read, and leaves the index then. B
 index's rule: it holds a block only with all blocks before it.
 
 Of a model with resume points a store is asked for blocks, and then for the longest point within
-those that it holds. Only a point enters the index, with all before it.
+those that it holds. Only a point enters the index, with all before it. A promised point is waited
+for row by row, and a shorter one is looked for only if it did not come.
 
 A query ends at its deadline whatever the store does. The block after the last one found is not
 asked for again for a while, so that no prompt waits for a store twice in a row.
@@ -44,6 +45,18 @@ class Believed(NamedTuple):
     stop: int
     evicted: list[Evicted]
     outcome: str
+
+
+class _Wanted(NamedTuple):
+    """What a query is to find: ``keys`` from ``start`` on, as far as ``promise`` covers them.
+
+    ``ends`` are those of `_Asked`; None for a model without points.
+    """
+
+    keys: Sequence[bytes]
+    start: int
+    promise: Promise | None
+    ends: dict[bytes, int] | None = None
 
 
 class _Asked(NamedTuple):
@@ -108,19 +121,20 @@ class StoreLookup:
             return False
         if keys[-1] in self._asked:
             return True
-        start, ends = self._index.held(self._tier, keys), None
-        promise = promise and promise.beyond(start)
-        absent = start == len(keys) or (promise is None and self._is_absent(keys[start]))
-        if self._points is not None:
-            promise, ends = None, self._ends(self._points, keys, beyond)
-            absent = not ends or (start < len(keys) and self._is_absent(keys[start]))
-            start = min(start, beyond)
-        node_only = self._finder.is_node_only(promise)
-        owner = self.owner_of(namespace)
-        if absent or not self._may_ask(node_only, owner):
+        if self._points is None:
+            wanted = self._wanted_blocks(keys, promise)
+        else:
+            wanted = self._promised_point(self._points, keys, promise, beyond)
+            wanted = wanted or self._wanted_points(self._points, keys, beyond)
+        if wanted is None:
             return False
+        node_only = self._finder.is_node_only(wanted.promise)
+        owner = self.owner_of(namespace)
+        if not self._may_ask(node_only, owner):
+            return False
+        start, promise, ends = wanted.start, wanted.promise, wanted.ends
         look_for = None if ends is None else partial(_within, ends, start)
-        query = self._finder.ask(keys[start:], promise, look_for)
+        query = self._finder.ask(wanted.keys[start:], promise, look_for)
         if query is None:
             return False
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
@@ -128,6 +142,40 @@ class StoreLookup:
             self._breaker.started()
         self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner, ends or {})
         return True
+
+    def _wanted_blocks(self, keys: Sequence[bytes], promise: Promise | None) -> _Wanted | None:
+        """Return what to ask about a prompt; None if nothing is worth a query."""
+        start = self._index.held(self._tier, keys)
+        promise = promise and promise.beyond(start)
+        if start == len(keys) or (promise is None and self._is_absent(keys[start])):
+            return None
+        return _Wanted(keys, start, promise)
+
+    def _wanted_points(
+        self, points: PointRows, keys: Sequence[bytes], beyond: int
+    ) -> _Wanted | None:
+        """Return what to ask about a prompt of which only resume points are of use."""
+        start, ends = self._index.held(self._tier, keys), self._ends(points, keys, beyond)
+        if not ends or (start < len(keys) and self._is_absent(keys[start])):
+            return None
+        return _Wanted(keys, min(start, beyond), None, ends)
+
+    def _promised_point(
+        self, points: PointRows, keys: Sequence[bytes], promise: Promise | None, beyond: int
+    ) -> _Wanted | None:
+        """Return what to ask about the chain that ends in a promised point.
+
+        None if the promise is of no use: the model cannot go on there, or all of it is known.
+        """
+        if promise is None or promise.blocks <= beyond or not points.has(keys, promise.blocks):
+            return None
+        chain = points.chain(keys, promise.blocks)
+        held = self._index.held(self._tier, chain)
+        if held == len(chain):
+            return None
+        start, shorter = min(held, beyond), keys[: promise.blocks - points.every]
+        ends = {chain[-1]: promise.blocks, **self._ends(points, shorter, beyond)}
+        return _Wanted(chain, start, promise._replace(blocks=len(chain) - start), ends)
 
     def _ends(self, points: PointRows, keys: Sequence[bytes], beyond: int) -> dict[bytes, int]:
         """Return the blocks before each point worth looking for, by its last row, longest first.
@@ -167,6 +215,8 @@ class StoreLookup:
         longest, end = next(iter(asked.ends)), asked.query.end
         if end != longest:
             self.absent(longest)
+            if asked.query.promised:  # no prompt waits twice in a row
+                self.absent(self._points.last_row(keys, self._points.boundary(len(keys))))
         if end is None:
             start = self._index.held(self._tier, keys)
             return Believed(start, start, [], "absent" if outcome == "found" else outcome)

@@ -275,6 +275,10 @@ class PointRows:
         """Return the last of `chain`."""
         return last_point_key(keys[blocks - 1], self.rows(blocks))
 
+    def has(self, keys: Sequence[bytes], blocks: int) -> bool:
+        """Return True if the first ``blocks`` of ``keys`` end where a point can be."""
+        return 0 < blocks <= len(keys) and blocks % self.every == 0
+
     def boundary(self, blocks: int) -> int:
         """Return the last boundary at which a point can be, at or before ``blocks``."""
         return blocks // self.every * self.every

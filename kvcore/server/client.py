@@ -95,7 +95,7 @@ class RemoteManager(Manager):
     ) -> None:
         self.keeper = keeper
         self._block_tokens = model.shape.block_tokens
-        self._points = model.point
+        self.points = model.point
         self.segments = RemoteSegments(keeper, self._block_tokens)
         self.transport = transport
         self.index = RemoteIndex(self)
@@ -128,7 +128,7 @@ class RemoteManager(Manager):
 
     def get_match(self, keys: Sequence[bytes], namespace: bytes, limit: int | None = None) -> Hit:
         """Return what the server holds of ``keys``; an empty hit if it does not answer in time."""
-        if self._points is not None:
+        if self.points is not None:
             keys = keys[:limit]
         found = self._match(keys, namespace, 0, ask=False)
         if found is None:
@@ -137,13 +137,13 @@ class RemoteManager(Manager):
         self._coming = keys[-1] if found.asking else b""
         self._room = Room(found.full, found.free, found.staging, found.lent, found.moving)
         sources = tuple(Source(*source) for source in found.sources)
-        if self._points is None:
+        if self.points is None:
             return Hit(keys, namespace, sources)
         beside = Hit(keys, namespace, tuple(Source(*source) for source in found.beside))
         if not found.blocks:
             return Hit(keys, namespace, (), beside=beside)
-        point = self._points.rows(found.blocks)
-        return Hit(self._points.chain(keys, found.blocks), namespace, sources, point, beside)
+        point = self.points.rows(found.blocks)
+        return Hit(self.points.chain(keys, found.blocks), namespace, sources, point, beside)
 
     def _match(
         self,
@@ -180,7 +180,7 @@ class RemoteManager(Manager):
             return False
         # This reply also reports what came between the two requests; it is not asked for again.
         depth = found.sources[-1][2] if found.sources else 0
-        return found.asking or (depth if self._points is None else found.blocks) > hit.blocks
+        return found.asking or (depth if self.points is None else found.blocks) > hit.blocks
 
     def wait_stores(self, timeout: float) -> bool:
         """Wait a moment, then let the caller ask again: the server does not notify its clients."""
@@ -211,11 +211,17 @@ class RemoteManager(Manager):
 
     def held(self, tier: str, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks a tier holds or is receiving."""
+        return self._held(tier, keys, point=False)
+
+    def expected_in(self, tier: str, keys: Sequence[bytes]) -> int:
+        return self._held(tier, keys, point=self.points is not None)
+
+    def _held(self, tier: str, keys: Sequence[bytes], *, point: bool) -> int:
         member = self.keeper.member
         if not keys or member is None:
             return 0
         reply = self.keeper.ask(
-            HeldRequest(self._ref(), member.number, tier, join(keys)), CountReply
+            HeldRequest(self._ref(), member.number, tier, join(keys), point), CountReply
         )
         return reply.value if isinstance(reply, CountReply) else 0
 
@@ -291,8 +297,8 @@ class RemoteManager(Manager):
         """
         member, blocks = self._ready_member(), keys[:stop]
         if point:
-            assert self._points is not None, "a resume point of a model that has none"
-            keys = self._points.chain(keys, stop)
+            assert self.points is not None, "a resume point of a model that has none"
+            keys = self.points.chain(keys, stop)
             stop = len(keys)
         if member is None or not stop or self._is_kept(keys, stop):
             return None

@@ -209,12 +209,16 @@ class SaveRequest(msgspec.Struct, frozen=True, array_like=True, tag="save"):
 
 
 class HeldRequest(msgspec.Struct, frozen=True, array_like=True, tag="held"):
-    """Ask how many leading blocks a tier holds or is receiving."""
+    """Ask how many leading blocks a tier holds or is receiving.
+
+    With ``point``, those before the last resume point of which that is true.
+    """
 
     ref: Ref
     session: Number
     tier: TierName
     keys: Keys
+    point: bool = False
 
 
 class OpsEnded(msgspec.Struct, frozen=True, array_like=True, tag="done"):

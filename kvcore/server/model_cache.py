@@ -179,7 +179,7 @@ class ModelCache:
             raise
         assert isinstance(parts.manager, KVManager)
         self.manager, self._releases = parts.manager, parts.releases
-        self._pending = PendingPrefills(parts.manager.index)
+        self._pending = PendingPrefills(parts.manager.index, self._points)
         self._metrics, self._events = parts.metrics, parts.events
         self._metrics.source = arena  # another than that of the server's other models
         assert parts.tenants is not None
@@ -268,14 +268,11 @@ class ModelCache:
         """Ask the stores for more blocks; return True if some may come.
 
         No store is asked to wait for blocks that are promised at this server's own node: only a
-        session of this server saves those. Of a model with resume points nothing is waited for,
-        because nobody promises a point.
+        session of this server saves those.
         """
-        promise = None if asked.promise is None else Promise(*asked.promise)
-        if self._points is not None:
-            promise = None
-        if promise is not None and hit.keys:
-            self._pending.expect(hit.keys, promise)
+        promise, keys = None if asked.promise is None else Promise(*asked.promise), hit.held.keys
+        if promise is not None and keys:
+            self._pending.expect(keys, promise)
             if promise.node and promise.node == self.manager.node:
                 promise = None
         return self.manager.ask_stores(hit, asked.computed, promise)
@@ -283,7 +280,10 @@ class ModelCache:
     def held(self, asked: HeldRequest) -> int:
         if asked.tier not in self.manager.index.tiers:
             raise FormatError(f"tier {asked.tier!r}; this model has {self.manager.index.tiers}")
-        return self.manager.index.held(asked.tier, split(asked.keys))
+        keys = split(asked.keys)
+        if asked.point:
+            return self.manager.expected_in(asked.tier, keys)
+        return self.manager.index.held(asked.tier, keys)
 
     def clear(self, namespace: bytes | None) -> int:
         """Forget every block (of one namespace) with its tokens; return the number of copies."""
@@ -399,7 +399,7 @@ class ModelCache:
         keys = split(asked.keys)
         blocks = len(keys)
         if asked.point:
-            if self._points is None or not blocks or blocks % self._points.every:
+            if self._points is None or not self._points.has(keys, blocks):
                 raise FormatError(f"this model has no resume points behind {blocks} blocks")
             keys = [*self._points.chain(keys, blocks)]
         held = self.manager.index.held(HOST, keys)

@@ -23,6 +23,8 @@ _MAX_WINDOW = 512
 class Promise(NamedTuple):
     """Another engine's promise that it is storing the first ``blocks`` blocks of a prompt.
 
+    If the model keeps resume points, it is storing the point behind them, too.
+
     It is worth waiting for up to ``wait_s`` seconds. Blocks not found by then are computed.
     ``node`` is where that engine keeps them (`BlockStore.node`), or "" if it did not name a node.
     """
@@ -50,7 +52,8 @@ class StoreQuery:
 
     A model with resume points is of use up to one of them only. ``ends`` then returns the last rows
     of the points within a number of keys, the longest first, and ``end`` is the first of these that
-    the store holds; None if it holds none.
+    the store holds; None if it holds none. A promise covers all ``keys`` then, which end in the
+    rows of the promised point: that is the ``end`` once all of them are found.
     """
 
     __slots__ = (
@@ -87,7 +90,9 @@ class StoreQuery:
         """Record which keys of the batch that was due the store holds."""
         if self._left is None:
             self._take_blocks([*held, False].index(False))
-            if self.ended and self._ends is not None:
+            if self.ended and self._ends is not None and 0 < self.promised <= self.found:
+                self.end = self.keys[-1]
+            elif self.ended and self._ends is not None:
                 self._left, self.window = self._ends(self.found), _FIRST_WINDOW
                 self.ended = not self._left
             return

@@ -31,7 +31,7 @@ def _answer(config: Config, salt: str, *, lora: str = "", role: str = "kv_both")
     """Return the keys that the client of a request gets back, if it asks for all there is."""
     chain = KeyChain(Namespaces(config.namespace, b"f" * 16).of(lora, salt), 16)
     chain.extend(PROMPT)
-    manager: Any = SimpleNamespace(expected=len, node="10.1.2.3:7801")
+    manager: Any = SimpleNamespace(expected=len, points=None, node="10.1.2.3:7801")
     handover = Handover(role, 5.0, manager, Clients(config), Metrics())
     params = {"kvcore": {"report": True}, "do_remote_decode": True}
     request: Any = SimpleNamespace(
@@ -89,7 +89,7 @@ def test_promises_of_others_are_not_waited_for() -> None:
     free = load_config(env={})
     chain = KeyChain(Namespaces(config.namespace, b"f" * 16).of("", "q-1"), 16)
     chain.extend(PROMPT)
-    manager: Any = SimpleNamespace(expected=len, node="n:1")
+    manager: Any = SimpleNamespace(expected=len, points=None, node="n:1")
     giver = Handover("kv_producer", 5.0, manager, Clients(free), Metrics())
     request: Any = SimpleNamespace(kv_transfer_params=None, num_prompt_tokens=64, request_id="r")
     request.kv_transfer_params = giver.reply(request, chain, 4, {}, {}, None)

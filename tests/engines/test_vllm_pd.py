@@ -1,28 +1,30 @@
 """Prefill on one real vLLM, decode on another; KV goes from memory to memory over NIXL. Each has
-tiers of its own, or is behind a server."""
+tiers of its own, or is behind a server. Models with resume points are answered from the last one.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvcore.harness.compare import (
     ANSWER,
     SMALL,
-    Reference,
     answers,
     assert_all_from,
     assert_same_answers,
     counted,
-    small_engine,
 )
-from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
-from kvcore.harness.prompts import windows
+from kvcore.harness.prompts import windows, words
 from kvcore_devtools.disagg_proxy import prefill, split
 from kvcore_devtools.server_fixture import server_process, wait_until_idle
 from kvcore_devtools.servers import free_port, need_client
@@ -32,7 +34,90 @@ pytestmark = pytest.mark.engine
 pytest.importorskip("zmq")
 need_client("nixl_cu13")
 
-BLOCK = 16
+HERE = Path(__file__).parent
+BLOCK, VOCABULARY = 16, 512
+AS_NEAR = 1e-4
+"""How near log-probabilities in float32 are, where the same is computed."""
+
+
+class Kind(NamedTuple):
+    """A kind of model, and how it is started.
+
+    The model goes on behind every ``step`` tokens. With ``spare`` this may be the end of a prompt,
+    whose last token is computed again.
+    """
+
+    arch: str = "llama"
+    step: int = BLOCK
+    spare: bool = True
+    args: Mapping[str, Any] = MappingProxyType({})
+    env: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def has_points(self) -> bool:
+        return self.arch != "llama"
+
+    def model(self) -> Path:
+        if not self.has_points:
+            return tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
+        heads = {"heads": 8, "kv_heads": 1} if self.arch == "lfm2" else {"heads": 4, "kv_heads": 2}
+        return tiny_model(
+            self.arch, layers=6, head_dim=64, sliding_window=128, vocabulary=VOCABULARY, **heads
+        )
+
+    def prompts(self, seed: int, count: int) -> list[list[int]]:
+        """Random ones where states and windows must show; one of them ends where a page does."""
+        if not self.has_points:
+            return windows(self.model(), count, 150, 600, seed=seed)
+        lengths = (600, 256, 400, 150, 513, 300, 450, 520)
+        ids = range(1, VOCABULARY - 8)
+        return [words(100 * seed + i, lengths[i % 8], ids) for i in range(count)]
+
+    def resumed(self, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt come from the engine that computed it."""
+        count, last = len(prompt), len(prompt) - 1
+        if not self.spare:
+            return last // self.step * self.step
+        return min(count // self.step * self.step, last)
+
+    def environment(self, spoil: Path) -> dict[str, str]:
+        """What an engine starts with, to make the mistake that the file ``spoil`` names."""
+        if not self.has_points:
+            return {"UCX_TLS": "tcp"}
+        plugins = ["spoiling", *(["windowed"] if "KVCORE_WINDOW" in self.env else [])]
+        path = [*(str(HERE / name) for name in plugins), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(path), "KVCORE_SPOIL": str(spoil)}
+        return {"UCX_TLS": "tcp", **self.env, **own}
+
+
+# vLLM's CPU kernel rotates a part of LFM2's heads, by positions that depend on the chunk.
+LFM2 = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+KINDS = {
+    "llama": Kind(),
+    "lfm2": Kind("lfm2", 128, False, LFM2),
+    # One of its two layers with attention has a window.
+    "lfm2-windows": Kind("lfm2", 128, False, LFM2, {"KVCORE_WINDOW": "100"}),
+    "gpt_oss": Kind("gpt_oss"),
+    "gemma3": Kind("gemma3"),
+}
+DAILY = ("llama", "lfm2-windows")
+
+
+def kinds(*names: str, daily: Sequence[str] = DAILY) -> Any:
+    marks = {name: () if name in daily else (pytest.mark.exhaustive,) for name in names}
+    each = [pytest.param(KINDS[name], id=name, marks=marks[name]) for name in names]
+    return pytest.mark.parametrize("kind", each)
+
+
+def assert_same(kind: Kind, got: Sequence[Generation], right: Sequence[Generation]) -> None:
+    """States of zeros need not change the likeliest token of so small a model."""
+    assert_same_answers(got, right)
+    if kind.has_points:
+        assert likelihoods(got) == pytest.approx(likelihoods(right), abs=AS_NEAR)
+
+
+def likelihoods(got: Sequence[Generation]) -> list[float]:
+    return [each for answer in got for each in answer.logprobs]
 
 
 def settings(listen: str, **more: Any) -> dict[str, Any]:
@@ -55,41 +140,47 @@ def settings(listen: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_one_computes_and_the_other_answers() -> None:
+@kinds(*KINDS)
+def test_one_computes_and_the_other_answers(kind: Kind, tmp_path: Path) -> None:
     """What is right is what the first says when it answers itself, under a salt that nothing else
     has: without any KV of kvcore's. The other learns of the first by promises alone."""
-    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-    documents = windows(model, 8, 150, 600, seed=1)
+    told = {"logprobs": kind.has_points}
+    documents, spoil = kind.prompts(1, 9), tmp_path / "spoil"
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    env = {"UCX_TLS": "tcp"}
     consumer = settings(there, guests=["127.0.0.1"], guest_ports="1024-65535")
-    given = {"kv_producer": settings(here), "kv_consumer": consumer}
-    with ExitStack() as started:  # both at once
-        first, second = (
-            started.enter_context(
-                closing(EngineProcess(model, kvcore=kvcore, env=env, kv_role=role, **SMALL))
-            )
-            for role, kvcore in given.items()
-        )
-        asked, [foreign], lost = documents[:6], documents[6:7], documents[7:]
-        got = split(first, second, asked, ANSWER)
-        expected = answers(first, documents, cache_salt="alone")
+    with ExitStack() as started:
+        first, second = both(kind, started, spoil, settings(here), consumer)
+        asked, [foreign, lost, spoiled] = documents[:6], documents[6:]
+        got = split(first, second, asked, ANSWER, **told)
+        expected = answers(first, documents, cache_salt="alone", **told)
         assert not any(answer.reused_tokens for answer in expected)
         assert len({tuple(answer.token_ids) for answer in expected}) > 6
-        assert_same_answers(got, expected[:6])
-        assert_all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        assert_same(kind, got, expected[:6])
+        assert_all_from("far", got, [kind.resumed(d) for d in asked])
         computed = [answer.prompt_tokens - answer.cached_tokens for answer in got]
-        assert max(computed) <= BLOCK, "no more than what fills no block"
+        assert max(computed) <= kind.step, "no more than what is behind the last boundary"
         assert counted(second, "kvcore_failures_total") == 0
-        stranger = answers(second, [foreign], promise=prefill(first, foreign), cache_salt="tenant")
-        assert_same_answers(stranger, expected[6:7])
+        promise = prefill(first, foreign)
+        stranger = answers(second, [foreign], promise=promise, cache_salt="tenant", **told)
+        assert_same(kind, stranger, expected[6:7])
         assert stranger[0].reused_tokens == 0, "promised to another tenant"
-        promises = [prefill(first, document) for document in lost]
+        aborted = second.submit(foreign, ANSWER, promise=promise, abort_after=0)
+        aborted.result(600)
+        after = answers(second, [foreign], promise=promise, **told)
+        assert_same(kind, after, expected[6:7])
+        assert_all_from("far", after, [kind.resumed(foreign)])
+        if kind.has_points:
+            promise = prefill(first, spoiled)
+            spoil.write_text("zeros")
+            wrong = answers(second, [spoiled], promise=promise, **told)
+            spoil.unlink()
+            assert wrong[0].tiers == {"far": kind.resumed(spoiled)}
+            assert likelihoods(wrong) != pytest.approx(likelihoods(expected[8:]), abs=AS_NEAR)
+        promise = prefill(first, lost)
         first.kill()
-        for document, promise, answer in zip(lost, promises, expected[7:], strict=True):
-            recomputed = answers(second, [document], promise=promise)
-            assert_same_answers(recomputed, [answer])
-            assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
+        recomputed = answers(second, [lost], promise=promise, **told)
+        assert_same(kind, recomputed, expected[7:8])
+        assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
 
 
 def serving(folder: Path, listen: str, **more: Any) -> list[str]:
@@ -106,52 +197,115 @@ def serving(folder: Path, listen: str, **more: Any) -> list[str]:
     return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in tables.items()]
 
 
-@pytest.mark.exhaustive
-def test_each_behind_a_server_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@kinds("llama", "lfm2-windows", daily=())
+def test_each_behind_a_server_of_its_own(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first engine may be gone, since its server has promised; a server that is gone costs the
     computing alone."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    model = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64)
-    documents = windows(model, 6, 150, 600, seed=2)
+    told = {"logprobs": kind.has_points}
+    documents = kind.prompts(2, 6)
     asked, [gone], [lost] = documents[:4], documents[4:5], documents[5:]
-    with small_engine(model, None, enable_prefix_caching=False) as plain:
-        expected = Reference(plain)(documents)
     here, there = (f"127.0.0.1:{free_port()}" for _ in range(2))
     folders = [tmp_path / name for name in ("here", "there")]
+    guests = {"guests": ["127.0.0.1"], "guest_ports": "1024-65535"}
     with ExitStack() as started:
         servers = [
             started.enter_context(server_process(*serving(folders[0], here))),
-            started.enter_context(
-                server_process(
-                    *serving(folders[1], there, guests=["127.0.0.1"], guest_ports="1024-65535")
-                )
-            ),
+            started.enter_context(server_process(*serving(folders[1], there, **guests))),
         ]
-        first, second = (
-            started.enter_context(
-                closing(EngineProcess(model, kvcore=kvcore, kv_role=role, **SMALL))
-            )
-            for role, kvcore in zip(
-                ("kv_producer", "kv_consumer"), map(client, folders), strict=True
-            )
-        )
-        got = split(first, second, asked, ANSWER)
-        assert_same_answers(got, expected[:4])
-        assert_all_from("far", got, [min(len(d) // BLOCK * BLOCK, len(d) - 1) for d in asked])
+        first, second = both(kind, started, tmp_path / "spoil", *map(client, folders))
+        got = split(first, second, asked, ANSWER, **told)
+        expected = answers(first, documents, cache_salt="alone", **told)
+        assert not any(answer.reused_tokens for answer in expected)
+        assert_same(kind, got, expected[:4])
+        assert_all_from("far", got, [kind.resumed(d) for d in asked])
         assert counted(second, "kvcore_failures_total") == 0
         promises = [prefill(first, document) for document in (gone, lost)]
         assert {promise["node"] for promise in promises} == {here}, "not an engine's: its server's"
         wait_until_idle(folders[0])
         first.kill()
-        [kept] = answers(second, [gone], promise=promises[0])
-        assert_same_answers([kept], expected[4:5])
-        assert_all_from("far", [kept], [min(len(gone) // BLOCK * BLOCK, len(gone) - 1)])
+        [kept] = answers(second, [gone], promise=promises[0], **told)
+        assert_same(kind, [kept], expected[4:5])
+        assert_all_from("far", [kept], [kind.resumed(gone)])
         servers[0].kill()
         servers[0].wait()
-        [broken] = answers(second, [lost], promise=promises[1])
-        assert_same_answers([broken], expected[5:])
+        [broken] = answers(second, [lost], promise=promises[1], **told)
+        assert_same(kind, [broken], expected[5:])
         assert broken.reused_tokens == 0, "there is nobody to have it from"
         wait_until_idle(folders[1])
+
+
+@kinds("lfm2-windows", "gpt_oss", daily=())
+def test_both_behind_one_server(kind: Kind, tmp_path: Path) -> None:
+    """The second waits for what the first is still saving, and finds it in the server's memory."""
+    told, documents, folder = {"logprobs": True}, kind.prompts(3, 5), tmp_path / "kv"
+    alone = {"server.folder": str(folder), "host.capacity": "64MiB", "log.level": "warning"}
+    with ExitStack() as started:
+        started.enter_context(server_process(*(f"{k}={v}" for k, v in alone.items())))
+        first, second = both(kind, started, tmp_path / "spoil", *[client(folder)] * 2)
+        got = split(first, second, documents, ANSWER, **told)
+        expected = answers(first, documents, cache_salt="alone", **told)
+        assert_same(kind, got, expected)
+        assert_all_from("host", got, [kind.resumed(d) for d in documents])
+        assert counted(second, "kvcore_failures_total") == 0
+        wait_until_idle(folder)
+
+
+@kinds("lfm2", "gpt_oss", daily=())
+def test_what_goes_wrong_with_a_point_in_a_shared_folder(kind: Kind, tmp_path: Path) -> None:
+    """A load that fails, and rows that are not those written. Both are computed."""
+    told, documents, shared = {"logprobs": True}, kind.prompts(4, 3), tmp_path / "shared"
+    options = {"path": str(shared), "lookup_s": 60.0, "deadline_s": 60.0}
+    config = {
+        "host": {"capacity": "64MiB"},
+        "tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}},
+        "transfer": {"load_deadline_s": 300.0},
+        "vllm": {"promise_s": 60.0},
+    }
+    spoil = tmp_path / "spoil"
+    with ExitStack() as started:
+        first, second = both(kind, started, spoil, config, config)
+        expected = answers(first, documents, cache_salt="alone", **told)
+        got = split(first, second, documents[:1], ANSWER, **told)
+        assert_same(kind, got, expected[:1])
+        assert_all_from("far", got, [kind.resumed(documents[0])])
+        promise = prefill(first, documents[1])
+        spoil.write_text("fail")
+        failed = answers(second, documents[1:2], promise=promise, **told)
+        spoil.unlink()
+        assert_same(kind, failed, expected[1:2])
+        assert failed[0].reused_tokens == 0
+        first.settle()
+        before = files_in(shared)
+        promise = prefill(first, documents[2])
+        first.settle()
+        for path in files_in(shared) - before:
+            value = bytearray(path.read_bytes())
+            value[len(value) // 2] ^= 1
+            path.write_bytes(value)
+        rotten = answers(second, documents[2:], promise=promise, **told)
+        assert_same(kind, rotten, expected[2:])
+        assert rotten[0].reused_tokens == 0
+        assert counted(second, "kvcore_corrupt_blocks_total") > 0
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def both(
+    kind: Kind, started: ExitStack, spoil: Path, *kvcore: dict[str, Any]
+) -> list[EngineProcess]:
+    """Start an engine that computes and one that answers, with these settings, both at once."""
+    env, args = kind.environment(spoil), {**SMALL, **kind.args}
+    return [
+        started.enter_context(
+            closing(EngineProcess(kind.model(), kvcore=each, env=env, kv_role=role, **args))
+        )
+        for each, role in zip(kvcore, ("kv_producer", "kv_consumer"), strict=True)
+    ]
 
 
 def client(folder: Path) -> dict[str, Any]:

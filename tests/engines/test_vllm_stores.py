@@ -27,7 +27,7 @@ from kvcore.tiers.remote.memory import shared_store
 pytestmark = pytest.mark.engine
 
 SHAPE = BlockShape(2, 2, 8, 16, "bfloat16")
-HAS_ALL: Any = SimpleNamespace(expected=len, node="")
+HAS_ALL: Any = SimpleNamespace(expected=len, points=None, node="")
 """What the manager of who promises says: it holds every block."""
 MODEL = ModelDescription(SHAPE, (LayerGroup(0, 16, (0, 1)),), b"fingerprint", 1)
 

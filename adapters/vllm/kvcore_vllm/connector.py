@@ -284,7 +284,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._vllm_config,
                 caches,
                 self._config.block.tokens,
-                dense_windows(self._vllm_config, self._config),
+                dense_windows(self._config),
                 self._stages.names if self._stages is not None else (),
             )
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore

@@ -86,7 +86,7 @@ def describe(
     windows, dense = _window_groups(kv_cache_config, dense_windows, stages)
     step = 0
     if states:
-        _check_states(vllm_config, states)
+        _check_states(states)
         step = _boundary_step(vllm_config, kv_cache_config)
         block_tokens = gcd(block_tokens, step)
     order = _layer_order(kv_cache_config, windows)
@@ -254,14 +254,9 @@ def _boundary_step(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> i
     return int(step)
 
 
-def dense_windows(vllm_config: VllmConfig, config: Config) -> str:
+def dense_windows(config: Config) -> str:
     """Return why blocks keep the KV of layers with windows too; empty if resume points can do."""
-    transfer = vllm_config.kv_transfer_config
-    if config.vllm.windows == "dense":
-        return 'vllm.windows is "dense"'
-    if transfer is not None and transfer.kv_role != "kv_both":
-        return f"kv_role is {transfer.kv_role!r}"
-    return ""
+    return 'vllm.windows is "dense"' if config.vllm.windows == "dense" else ""
 
 
 def _window_groups(
@@ -378,7 +373,7 @@ def _state_groups(
     return tuple(found)
 
 
-def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
+def _check_states(states: Sequence[MambaSpec]) -> None:
     """Raise UnsupportedError unless vLLM tells when a page has the state of a boundary."""
     verdict().holds(STATES)
     modes = sorted({spec.mamba_cache_mode for spec in states})
@@ -387,12 +382,6 @@ def _check_states(vllm_config: VllmConfig, states: Sequence[MambaSpec]) -> None:
             f"states of layers with mamba_cache_mode={' and '.join(modes)}; kvcore serves 'align', "
             "vLLM's default with prefix caching (--enable-prefix-caching), and its only such mode "
             "from 0.32 on"
-        )
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_role != "kv_both":
-        raise UnsupportedError(
-            f"states of layers with kv_role={transfer.kv_role!r}: a promise names blocks only; use "
-            "'kv_both'"
         )
 
 

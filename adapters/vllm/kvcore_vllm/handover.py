@@ -54,7 +54,8 @@ class Handover:
             return None
         asked = asked_of(request)
         told = asked.get("promise") if isinstance(asked, dict) else None
-        return accepted(told, chain, self._wait_s, request.request_id, self._metrics)
+        name, points = request.request_id, self._manager.points
+        return accepted(told, chain, self._wait_s, name, self._metrics, points)
 
     def reply(
         self,
@@ -68,9 +69,9 @@ class Handover:
     ) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` for the client of a request that has ended, or None.
 
-        They hold the report that the client asked for, and a promise of the prompt's KV, as far as
-        the client may have them. What its ``control`` was understood to be is always told: it is
-        about nobody else.
+        They hold the report that the client asked for, and a promise of the first ``saved_blocks``
+        of the prompt, as far as the client may have them. What its ``control`` was understood to be
+        is always told: it is about nobody else.
         """
         rights = self._clients.rights(chain.namespace)
         shown = control.shown()

@@ -147,7 +147,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked.make_keys()
-        most = self._most_blocks(request)
+        most = self._most_blocks(request.num_tokens)
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest, most)
         control = tracked.control
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
@@ -199,10 +199,10 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         tracked.offer = Offer(computed, stop, stop, in_step)
         return gain, not in_step
 
-    def _most_blocks(self, request: Request) -> int:
+    def _most_blocks(self, tokens: int) -> int:
         """Return the most blocks of a hit. The last token is always computed, for its logits."""
         point = self._model.point
-        return (request.num_tokens - (0 if point and point.spare else 1)) // self._block
+        return (tokens - (0 if point and point.spare else 1)) // self._block
 
     def _rows(self, hit: Hit, start: int, stop: int) -> tuple[int, int]:
         """Return the first and last row of ``hit`` to load for tokens [start, stop).
@@ -571,10 +571,13 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if not self.disabled:
             self._saves.rest(tracked, pages, self._plan.early_saves.append)
         fusion = tracked.fusing.result() if tracked.fusing is not None else {}
+        saved = tracked.saved_blocks
+        if self._model.point is not None:  # who answers the prompt can go on no later
+            saved = min(saved, self._most_blocks(request.num_prompt_tokens))
         return self._handover.reply(
             request,
             tracked.chain,
-            tracked.saved_blocks,
+            saved,
             tracked.reused,
             fusion,
             record,

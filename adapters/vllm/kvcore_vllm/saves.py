@@ -82,14 +82,18 @@ class Saves:
                 self._windows(tracked, output, point, lane)
 
     def rest(self, tracked: Tracked, pages: PageTables, lane: Lane) -> None:
-        """Save the last full blocks of a request that has ended. The graph goes to ``lane``."""
+        """Save the last full blocks of a request that has ended. The graph goes to ``lane``.
+
+        Of a model with resume points this is the last one of windows. The others were saved with
+        the steps that reached them.
+        """
         request = tracked.request
         computed = min(request.num_computed_tokens, request.num_tokens)
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = min(computed, request.num_computed_tokens - in_flight)
         if not self._decode:
             computed = min(computed, request.num_prompt_tokens)
-        blocks = tracked.exact_blocks(computed, self._block)
+        reached = blocks = tracked.exact_blocks(computed, self._block)
         point = self._model.point
         states: dict[int, int] | None = None
         if point is not None:
@@ -100,6 +104,8 @@ class Saves:
                 blocks = 0
         if blocks > tracked.saved_blocks and tracked.may_save:
             self._blocks(tracked, blocks, pages, lane, states)
+        if point is not None and self._requests.may_save(tracked):
+            tracked.saved_blocks = max(tracked.saved_blocks, reached)  # as far as there are points
 
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""

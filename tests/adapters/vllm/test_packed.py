@@ -340,8 +340,8 @@ def test_each_rank_of_deepseek_v4_has_all_of_it() -> None:
 def test_windows_of_packed_pages_need_points() -> None:
     made = config("BLHNC")
     worker, _ = planned(deepseek_v4(), made)
-    with pytest.raises(UnsupportedError, match="only resume points keep, and kv_role is"):
-        describe(made, worker, 16, "kv_role is 'kv_producer'")
+    with pytest.raises(UnsupportedError, match="only resume points keep, and vllm"):
+        describe(made, worker, 16, 'vllm.windows is "dense"')
 
 
 def test_windows_that_vllm_computes_again_are_refused() -> None:

@@ -35,7 +35,7 @@ from kvcore.model.points import last_point_key, point_keys
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import geometry
 from kvcore.telemetry.metrics import Metrics
-from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.graph import OpReport, RowError, TransferGraph
 from kvcore_vllm.build import build_scheduler_side
 from kvcore_vllm.describe import describe
 from kvcore_vllm.leader import Leader
@@ -261,11 +261,6 @@ def test_states_of_several_shapes_in_one_table_are_refused_by_workers() -> None:
     [
         (told(attention(), state(mamba_cache_mode="all")), {}, "mamba_cache_mode=all.*'align'"),
         (told(attention(), state(mamba_cache_mode="none")), {}, "--enable-prefix-caching"),
-        (
-            told(attention(), state()),
-            {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")},
-            "kv_role='kv_producer'",
-        ),
         (
             told(window(), state()),
             {},
@@ -661,6 +656,94 @@ def test_nothing_is_saved_at_the_end_of_a_request() -> None:
     rig.request.get_finished_reason = lambda: None
     rig.leader.request_finished(rig.request, rig.pages(([7, 7], [9, 9])))
     assert not rig.leader._plan.early_saves
+
+
+# -- one computes, another answers ---------------------------------------------------------------
+
+
+def finished(rig: Rig, computed: int = len(PROMPT)) -> Any:
+    """End the request, and return what is promised of its prompt."""
+    rig.request.kv_transfer_params = {"do_remote_decode": True}
+    rig.request.num_computed_tokens = computed
+    rig.request.get_finished_reason = lambda: None
+    told = rig.leader.request_finished(rig.request, rig.pages())
+    return told and told["kvcore"]["promise"]
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_engines_of_all_roles_have_one_namespace(role: str) -> None:
+    """A consumer finds what a producer saved."""
+    assert described(kv_transfer_config=SimpleNamespace(kv_role=role)) == described()
+
+
+def test_the_last_point_of_a_prompt_is_promised_while_it_is_saved() -> None:
+    rig = Rig()
+    rig.ask()
+    assert len(rig.offer((1, 7, 256), (2, 9, 256))) == 1
+    chain = rig.leader._requests.get("r").chain.keys  # type: ignore[union-attr]
+    told = finished(rig)
+    assert (told["blocks"], told["last"]) == (16, point_keys(chain[15], 1)[0].hex())
+
+
+def test_blocks_without_a_point_are_not_promised() -> None:
+    rig = Rig()
+    rig.ask()
+    rig.offer((1, 7, 256))  # states of one group: nobody could go on there
+    assert finished(rig) is None
+
+
+def test_a_save_that_failed_is_not_promised() -> None:
+    rig = Rig()
+    rig.ask()
+    [graph] = rig.offer((1, 7, 256), (2, 9, 256))
+    for op in graph.ops:
+        report = OpReport(graph.graph_id, op.op_id, dict.fromkeys(range(*op.rows), RowError.IO))
+        rig.manager.complete(report)
+    assert finished(rig) is None
+
+
+def test_what_another_request_saved_is_promised_too() -> None:
+    """vLLM has the prompt in its own cache, and offers no states of it again."""
+    rig = Rig()
+    rig.ask()
+    for graph in rig.offer((1, 7, 256), (2, 9, 256)):
+        rig.end(graph)
+    assert finished(rig)["blocks"] == 16
+    rig.ask("again", computed=256)
+    assert finished(rig)["blocks"] == 16
+    rig.ask("asks for no save", computed=256)
+    rig.leader._requests["asks for no save"].may_save = False
+    assert finished(rig) is None
+
+
+def test_a_point_at_the_very_end_of_a_prompt_is_not_promised() -> None:
+    """Who answers it computes the last token, and states are of one token."""
+    rig = Rig()
+    rig.ask()
+    rig.request.num_prompt_tokens = 256
+    rig.offer((1, 7, 256), (2, 9, 256))
+    assert finished(rig) is None
+    rig.ask()
+    rig.request.num_prompt_tokens = 256
+    rig.offer((1, 6, 128), (2, 8, 128))
+    assert finished(rig)["blocks"] == 8
+
+
+def test_a_promised_point_is_asked_for() -> None:
+    rig = Rig()
+    rig.ask()
+    rig.offer((1, 7, 256), (2, 9, 256))
+    told = finished(rig)
+    asked: list[Any] = []
+    ask_stores = rig.manager.ask_stores
+    rig.manager.ask_stores = lambda *a: asked.append(a[2]) or ask_stores(*a)  # type: ignore[method-assign, func-returns-value]
+    for params in ({"promise": told}, {"promise": {**told, "version": 1}}):
+        rig.request = request("other")
+        rig.request.kv_transfer_params = {"kvcore": params}
+        rig.leader._requests.clear()
+        rig.leader.get_num_new_matched_tokens(rig.request, 0)
+        rig.leader.get_num_new_matched_tokens(rig.request, 0)
+    assert [promise and promise.blocks for promise in asked] == [16, None, None, None]
 
 
 # -- states beside windows -----------------------------------------------------------------------

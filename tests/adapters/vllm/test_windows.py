@@ -188,20 +188,18 @@ def test_blocks_keep_all_where_points_are_not_for_it(specs: tuple[Any, ...], den
     assert model.shape.layers == 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes", "why"),
-    [
-        ({}, {}, ""),
-        ({"vllm": {"windows": "dense"}}, {}, 'vllm.windows is "dense"'),
-        ({"server": {"address": "local"}}, {}, ""),
-        ({}, {"parallel_config__pipeline_parallel_size": 2}, ""),
-        ({}, {"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, "'kv_producer'"),
-    ],
-)
-def test_why_windows_are_dense(settings: dict[str, Any], changes: dict[str, Any], why: str) -> None:
-    found = dense_windows(vllm_config(**changes), load_config(None, settings, env={}))
-    assert why in found
-    assert bool(found) == bool(why)
+def test_windows_are_dense_if_the_settings_say_so() -> None:
+    assert not dense_windows(load_config(None, {}, env={}))
+    dense = load_config(None, {"vllm": {"windows": "dense"}}, env={})
+    assert dense_windows(dense) == 'vllm.windows is "dense"'
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_engines_of_all_roles_have_one_namespace(role: str) -> None:
+    """A consumer finds what a producer saved."""
+    with_role = described(kv_transfer_config=SimpleNamespace(kv_role=role))
+    assert with_role == described()
+    assert with_role.point is not None
 
 
 def test_dense_windows_and_other_windows_are_other_namespaces() -> None:
@@ -278,11 +276,15 @@ class Rig:
         return list(graphs)
 
     def finish(self, computed: int) -> list[TransferGraph]:
+        self.leader._plan.early_saves.clear()
+        self.answer(computed)
+        return self.end(self.leader._plan.early_saves)
+
+    def answer(self, computed: int) -> Any:
+        """End the request, and return what its client gets."""
         self.request.num_computed_tokens = computed
         self.request.get_finished_reason = lambda: None
-        self.leader._plan.early_saves.clear()
-        self.leader.request_finished(self.request, self.pages(computed - 1, computed))
-        return self.end(self.leader._plan.early_saves)
+        return self.leader.request_finished(self.request, self.pages(computed - 1, computed))
 
     def load(self, tokens: int, pages: list[list[int]]) -> list[TransferGraph]:
         """Take up the offer as vLLM does."""
@@ -345,6 +347,36 @@ def test_the_end_of_an_answer_is_saved_if_its_window_is_there(there: bool) -> No
     assert bool(found) is there
     if there:
         assert found[0].keys[-1] == point_keys(rig_chain(rig, tokens)[27], 4)[-1]
+
+
+REMOTE = {"do_remote_decode": True}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_end_of_a_prompt_is_promised_and_no_end_of_its_answer(there: bool) -> None:
+    """Also if the window has left it since. A prompt that vLLM holds itself is promised as far."""
+    for more in (0, 64):
+        rig = Rig()
+        tokens = [*PROMPT, *range(1, more + 1)]
+        for computed in (0, 400):
+            rig.ask(f"r{computed}", tokens, computed)
+            rig.request.num_prompt_tokens = len(PROMPT)
+            rig.request.kv_transfer_params = REMOTE
+            rig.step(computed, len(PROMPT) - computed)
+            if not there:
+                rig.pages = lambda computed, stop: [[], []]  # type: ignore[method-assign]
+            told = rig.answer(len(tokens))["kvcore"]["promise"]
+            assert told["blocks"] == len(PROMPT) // 16
+            rig.end(rig.leader._plan.early_saves)
+
+
+def test_a_point_that_the_policy_declines_is_not_promised() -> None:
+    rig = Rig(points=SpacedPoints(ends=False))
+    rig.ask()
+    rig.request.kv_transfer_params = REMOTE
+    rig.step(0, len(PROMPT))
+    rig.pages = lambda computed, stop: [[], []]  # type: ignore[method-assign]
+    assert rig.answer(len(PROMPT)) is None
 
 
 def rig_chain(rig: Rig, tokens: list[int]) -> list[bytes]:

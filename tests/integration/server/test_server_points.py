@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,12 @@ pytest.importorskip("zmq")
 
 from kvcore.config import Config
 from kvcore.connector.build import build_leader, build_worker
+from kvcore.connector.disagg import accept, promised
 from kvcore.connector.page_table import Paging, PointPages
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import FormatError, LayoutError, TierUnavailable
 from kvcore.manager import Hit, Manager
+from kvcore.manager.base import Promise
 from kvcore.memory.layout import Arrangement, KVView, from_strides
 from kvcore.memory.runs import whole_pages
 from kvcore.model.keys import KeyChain, Namespace
@@ -39,7 +42,7 @@ from kvcore.server import messages as m
 from kvcore.server.model_cache import ModelCache
 from kvcore.server.runtime_dir import RuntimeDir
 from kvcore.testing.waiting import until
-from kvcore.transfer.graph import Span
+from kvcore.transfer.graph import Span, TransferGraph
 from kvcore.worker.lifecycle import close_worker, open_tiers
 from kvcore_devtools.server_fixture import RunningServer, settings
 from support.transfers import load_blocks
@@ -202,18 +205,25 @@ class Engine:
 
     def save(self, chain: list[bytes], table: list[int], page: int) -> int:
         """Return the number of rows that were saved."""
+        graph = self.begin_save(chain, table, page)
+        if graph is None:
+            return 0
+        assert self.manager.wait(graph.graph_id, 60)
+        return graph.num_rows
+
+    def begin_save(self, chain: list[bytes], table: list[int], page: int) -> TransferGraph | None:
+        """Launch a save, which is carried out when the manager is waited for."""
         manager, blocks = self.manager, len(chain)
         planned = manager.plan_save(chain, DIGEST, blocks, point=True)
         if planned is None:
-            return 0
+            return None
         point = planned.graph.point
         assert point is not None
         start, stop = planned.blocks.start, planned.blocks.start + max(point, 0)
         pages = PointPages(planned.blocks.stop - stop, blocks, self._states(page))
         tables = self.paging.whole_units(self._tables(table), start, stop, pages)
         assert tables is not None
-        assert manager.wait(manager.launch(planned, tables).graph_id, 60)
-        return planned.blocks.size
+        return manager.launch(planned, tables)
 
     def load(self, hit: Hit, table: list[int], page: int) -> None:
         point = PointPages(hit.point, hit.blocks, self._states(page))
@@ -402,6 +412,87 @@ def test_a_store_gives_a_server_what_another_one_wrote(
     assert (hit.blocks, {*hit.blocks_by_tier()}) == (2, {"far"})
     reader.load(hit, [9, 3], 7)
     assert same(reader.content([9, 3], 7), right)
+
+
+CHAIN = KeyChain(Namespace(bytes(16)), BLOCK)
+"""Of the prompt whose keys are those of `keys`."""
+CHAIN.extend(range(4 * BLOCK))
+
+
+@pytest.mark.parametrize("ends", ["saved", "gone"])
+def test_a_promised_point_that_another_engine_of_the_server_is_saving_is_waited_for(
+    folder: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine], ends: str
+) -> None:
+    """Though a shorter one is there meanwhile; not if the engine that saves it has gone."""
+    config = settings(folder)
+    server, saver, reader = start(config), begin(config), begin(config)
+    right = saver.content([4, 1, 0, 5], 3)
+    assert list(CHAIN.keys) == keys(4)
+    assert promised(CHAIN, 4, saver.manager) is None
+    saver.save(keys(2), [4, 1], 2)
+    shorter = promised(CHAIN, 4, saver.manager)
+    graph = saver.begin_save(keys(4), [4, 1, 0, 5], 3)
+    told = promised(CHAIN, 4, saver.manager)
+    assert graph is not None
+    assert shorter is not None
+    assert told is not None
+    assert (shorter["blocks"], told["blocks"]) == (2, 4)
+    promise = accept(told, CHAIN, 600.0, reader.model.point)
+    hit = reader.manager.get_match(keys(4), DIGEST)
+    assert reader.manager.ask_stores(hit, 0, promise)
+    for _ in range(5):
+        hit = reader.manager.get_match(keys(4), DIGEST)
+        assert hit.blocks == 2
+        assert reader.manager.ask_stores(hit), "it is not waited for"
+    if ends == "gone":
+        saver.close()
+    else:
+        assert saver.manager.wait(graph.graph_id, 60)
+
+    def found() -> Hit | None:
+        hit = reader.manager.get_match(keys(4), DIGEST)
+        return None if reader.manager.ask_stores(hit) else hit
+
+    hit = until(found)
+    assert hit.blocks == (2 if ends == "gone" else 4)
+    table = [3, 2, 9, 8][: hit.blocks]
+    reader.load(hit, table, 5)
+    if ends == "saved":
+        assert same(reader.content(table, 5), right)
+    [space] = server.server.models
+    assert len(space._pending) == 0
+
+
+def test_a_server_waits_at_a_store_for_a_promised_point(
+    tmp_path: Path, start: Callable[[Config], RunningServer], begin: Callable[..., Engine]
+) -> None:
+    """An engine of another server writes a shorter one there first."""
+    options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
+    far = {"far": {"plugin": "files", "capacity": "64MiB", "options": options}}
+    engines = []
+    for name in ("one", "two"):
+        config = settings(tmp_path / name, tiers=far)
+        start(config)
+        engines.append(begin(config))
+    saver, reader = engines
+    right = saver.content([4, 1, 0, 5], 3)
+
+    def found() -> Hit | None:
+        hit = reader.manager.get_match(keys(4), DIGEST)
+        return None if reader.manager.ask_stores(hit) else hit
+
+    hit = reader.manager.get_match(keys(4), DIGEST)
+    assert reader.manager.ask_stores(hit, 0, Promise(4, 600.0))
+    saver.save(keys(2), [4, 1], 2)
+    limit = time.monotonic() + 0.5
+    while time.monotonic() < limit:
+        assert found() is None, "it goes on from the shorter one"
+        time.sleep(0.01)
+    saver.save(keys(4), [4, 1, 0, 5], 3)
+    hit = until(found)
+    assert (hit.blocks, {*hit.blocks_by_tier()}) == (4, {"far"})
+    reader.load(hit, [9, 3, 2, 1], 7)
+    assert same(reader.content([9, 3, 2, 1], 7), right)
 
 
 def test_many_saves_in_little_memory_give_back_what_was_saved(

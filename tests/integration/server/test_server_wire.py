@@ -136,7 +136,9 @@ def requests(session: int) -> st.SearchStrategy[Any]:
         st.builds(m.MatchRequest, ref, here, CHAIN, space, COUNTS, st.booleans()),
         st.builds(m.LoadRequest, ref, here, CHAIN, space, PLACES, COUNTS, COUNTS, spans),
         st.builds(m.SaveRequest, ref, here, CHAIN, space),
-        st.builds(m.HeldRequest, ref, here, st.sampled_from(["host", "none"]), CHAIN),
+        st.builds(
+            m.HeldRequest, ref, here, st.sampled_from(["host", "none"]), CHAIN, st.booleans()
+        ),
         st.builds(m.OpsEnded, ref, here, REPORTS),
         st.builds(m.ReadRequest, ref, here, st.integers(0, 9), COUNTS, st.integers(0, 3)),
         st.builds(m.WithdrawRequest, ref, here, st.integers(0, 9)),

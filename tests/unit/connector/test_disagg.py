@@ -23,6 +23,7 @@ from kvcore.manager.base import Backing
 from kvcore.manager.remote_lookup import StoreLookup
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.parts import Part
+from kvcore.model.points import PointCounts, PointRows
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.base import BlockRead
@@ -40,12 +41,14 @@ def chain(tokens: Sequence[int], tenant: str = "") -> KeyChain:
     return made
 
 
-def has(blocks: int, node: str = "") -> Any:
+def has(blocks: int, node: str = "", points: PointRows | None = None) -> Any:
     """What is asked of a manager that has ``blocks`` of any prompt."""
-    return SimpleNamespace(node=node, expected=lambda keys: min(len(keys), blocks))
+    return SimpleNamespace(node=node, points=points, expected=lambda keys: min(len(keys), blocks))
 
 
 PROMPT = list(range(1, 101))
+POINTS = PointCounts(every=2, state_rows=3, window_sizes=((2, 1),))
+"""Of a model that can go on behind every second block."""
 SHAPE = BlockShape(1, 1, 16, 8, "float32")
 SHARD = Shard("kvcore", "base", Part.whole(SHAPE), SHAPE)
 
@@ -73,6 +76,36 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
     assert promised(chain(PROMPT), 0, has(6)) is None
     assert promised(chain(PROMPT[:10]), 1, has(6)) is None
     assert promised(chain(PROMPT), 6, has(0)) is None
+
+
+def test_a_promise_of_a_resume_point_names_its_last_row() -> None:
+    told = promised(chain(PROMPT), 6, has(4, "n:1", POINTS))
+    assert told is not None
+    keys = chain(PROMPT).keys
+    assert (told["version"], told["blocks"]) == (2, 4)
+    assert told["last"] == POINTS.chain(keys, 4)[-1].hex() != keys[3].hex()
+    assert accept(told, chain([*PROMPT, 5, 6]), 3.0, POINTS) == Promise(4, 3.0, "n:1")
+    with pytest.raises(FormatError, match="another prompt"):
+        accept(told, chain([9, *PROMPT[1:]]), 3.0, POINTS)
+    with pytest.raises(FormatError, match="another prompt"):
+        accept(told, chain(PROMPT[:60]), 3.0, POINTS)
+    with pytest.raises(FormatError, match="another prompt"):  # its points have another form
+        accept(told, chain(PROMPT), 3.0, PointCounts(every=2, state_rows=2))
+    with pytest.raises(FormatError, match="behind block 3; supported here are multiples of 2"):
+        accept({**told, "blocks": 3}, chain(PROMPT), 3.0, POINTS)
+
+
+def test_who_keeps_points_and_who_does_not_refuse_each_others_promises() -> None:
+    """An engine of an older kvcore promises blocks alone, after which the model could not go on."""
+    blocks = promised(chain(PROMPT), 6, has(6))
+    point = promised(chain(PROMPT), 6, has(6, points=POINTS))
+    assert blocks is not None
+    assert point is not None
+    with pytest.raises(FormatError, match="version 1; supported here is 2"):
+        accept(blocks, chain(PROMPT), 3.0, POINTS)
+    with pytest.raises(FormatError, match="version 2; supported here is 1"):
+        accept(point, chain(PROMPT), 3.0)
+    assert accept(point, chain(PROMPT), 3.0, POINTS) == Promise(6, 3.0)
 
 
 @given(

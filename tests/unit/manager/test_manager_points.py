@@ -98,6 +98,24 @@ def test_only_boundaries_at_which_the_engine_has_points_are_looked_at() -> None:
     assert found(rig, keys, 3).blocks == 0
 
 
+def test_what_is_expected_ends_in_a_point_that_is_there_or_comes() -> None:
+    """Else another engine would be promised what never comes."""
+    rig, keys = rig_of(every=2), chain(*range(8))
+    assert rig.manager.expected(keys) == 0
+    rig.save(keys)
+    rig.drain()
+    assert rig.manager.index.held(HOST, keys) == 8
+    assert rig.manager.expected(keys) == 0, "blocks without a point"
+    saved(rig, keys, 2)
+    assert rig.manager.expected(keys) == 2
+    assert rig.save_point(keys, 6) is not None
+    assert rig.manager.expected(keys) == 6, "it is being saved"
+    assert rig.manager.expected(keys[:5]) == 2
+    assert found(rig, keys).blocks == 2
+    rig.drain()
+    assert rig.manager.expected([*keys[:4], *chain(9, 10)]) == 2
+
+
 def test_a_model_without_points_does_not_look_at_the_limit() -> None:
     rig, keys = ManagerRig(), chain(1, 2, 3)
     rig.save(keys)

@@ -7,6 +7,7 @@ import pytest
 from kvcore.index import BlockIndex, Reservation, TierSpec
 from kvcore.manager.base import HOST, Promise
 from kvcore.model.keys import KeyChain, Namespace
+from kvcore.model.points import PointCounts
 from kvcore.server.pending_prefills import MAX_AWAITED, PendingPrefills
 from support.clock import Clock
 
@@ -71,6 +72,37 @@ def test_a_save_that_ends_in_nothing_ends_the_waiting(
     assert not awaited.coming(keys, 0)
     saving(index, keys, 4)
     assert not awaited.coming(keys, 0), "it was given up"
+
+
+POINTS = PointCounts(every=2, state_rows=3)
+
+
+def test_a_point_comes_with_all_its_rows(index: BlockIndex, clock: Clock) -> None:
+    """Blocks of the same prompt that are saved without it are not waited for."""
+    awaited = PendingPrefills(index, POINTS, clock=clock)
+    keys = keys_of(1)
+    awaited.expect(keys, Promise(4, 60.0))
+    shorter = index.lifecycle.reserve(HOST, POINTS.chain(keys, 2), 0, 5, NAMESPACE)
+    assert not awaited.coming(keys, 0), "nobody saves the promised one"
+    rows = POINTS.chain(keys, 4)
+    save = index.lifecycle.reserve(HOST, rows, 2, len(rows), NAMESPACE)
+    awaited.expect(keys, Promise(4, 60.0))
+    assert awaited.coming(keys, 0)
+    assert awaited.coming(keys, 2), "a shorter one is there"
+    index.lifecycle.commit(shorter)
+    assert awaited.coming(keys, 2)
+    index.lifecycle.commit(save)
+    assert not awaited.coming(keys, 4)
+    assert len(awaited) == 0
+
+
+@pytest.mark.parametrize("blocks", [3, 7, 8])
+def test_a_point_that_can_never_come_is_not_waited_for(
+    index: BlockIndex, clock: Clock, blocks: int
+) -> None:
+    awaited = PendingPrefills(index, POINTS, clock=clock)
+    awaited.expect(keys_of(1), Promise(blocks, 60.0))
+    assert len(awaited) == 0
 
 
 def test_a_promise_has_its_time(index: BlockIndex, awaited: PendingPrefills, clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -422,5 +423,112 @@ def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) ->
                 and names_of(point_keys(keys[end - 1], POINTS.rows(end))[-1])[0] in store.values
             ]
             assert resumable(leader, keys) == max(rows, default=0)
+    finally:
+        leader.finder.close()
+
+
+def promised(leader: Leader, keys: Sequence[bytes], promise: Promise, beyond: int = 0) -> str:
+    """Wait for what is promised; the outcome. The finder's clock is a real one."""
+    assert leader.lookup.ask(keys, promise, beyond=beyond)
+    while (believed := leader.lookup.settle(keys, SPACE)) is None:
+        leader.finder.wait(0.1)
+    leader.index.check_integrity()
+    return believed.outcome
+
+
+def test_a_promised_point_is_waited_for_though_a_shorter_one_is_there(
+    pointed: Leader, store: Flaky
+) -> None:
+    """Its rows come one by one, in any order, and it is not read before all are there."""
+    keys = keys_of(range(9))
+    put(store, *POINTS.chain(keys, 2))
+    rest = [key for key in POINTS.chain(keys, 6) if key not in POINTS.chain(keys, 2)]
+    coming, exists = rest[::-1], store.exists
+
+    def then_one_comes(names: Sequence[str]) -> list[bool]:
+        there = exists(names)
+        if coming:
+            assert resumable(pointed, keys) == 0
+            put(store, coming.pop(0))
+        return there
+
+    store.exists = then_one_comes  # type: ignore[method-assign]
+    assert promised(pointed, keys, Promise(6, 60.0)) == "found"
+    assert not coming
+    assert resumable(pointed, keys) == 6
+
+
+def test_a_promised_point_is_asked_for_though_it_was_not_there_a_moment_ago(
+    pointed: Leader, store: Flaky
+) -> None:
+    keys = keys_of(range(8))
+    pointed.find(keys)
+    assert not pointed.lookup.ask(keys)
+    put(store, *POINTS.chain(keys, 4))
+    assert promised(pointed, keys, Promise(4, 60.0)) == "found"
+    assert resumable(pointed, keys) == 4
+    assert not pointed.lookup.ask(keys, beyond=4), "the longest was absent"
+
+
+def test_when_a_promises_time_is_over_a_shorter_point_is_taken(
+    pointed: Leader, store: Flaky
+) -> None:
+    keys = keys_of(range(8))
+    put(store, *keys, *POINTS.chain(keys, 4))
+    began = time.monotonic()
+    assert promised(pointed, keys, Promise(6, 0.3)) == "found"
+    assert time.monotonic() - began >= 0.3
+    assert resumable(pointed, keys) == 4
+    assert not pointed.lookup.ask(keys, beyond=4), "no prompt waits twice in a row"
+
+
+def test_a_promise_is_waited_for_where_nothing_else_is(pointed: Leader, store: Flaky) -> None:
+    keys = keys_of(range(8))
+    assert promised(pointed, keys, Promise(6, 0.1)) == "absent"
+    assert resumable(pointed, keys) == 0
+    assert not pointed.lookup.ask(keys)
+
+
+@pytest.mark.parametrize(("blocks", "beyond"), [(5, 0), (10, 0), (4, 4), (2, 4)])
+def test_a_promise_that_is_of_no_use_is_not_waited_for(
+    pointed: Leader, store: Flaky, blocks: int, beyond: int
+) -> None:
+    """There can be no such point in this prompt, or the engine has as much."""
+    keys = keys_of(range(8))
+    put(store, *POINTS.chain(keys, 6))
+    began = time.monotonic()
+    assert promised(pointed, keys, Promise(blocks, 600.0), beyond) == "found"
+    assert time.monotonic() - began < 60
+    assert resumable(pointed, keys) == 6, "it is looked up without it"
+
+
+@given(st.data())
+def test_a_promised_point_or_the_longest_before_it_is_found(data: st.DataObject) -> None:
+    """Whatever of it, and of shorter ones, the store has when the wait is over."""
+    store = Flaky()
+    leader = Leader(store, points=POINTS, slots=200)
+    keys = keys_of(range(data.draw(st.integers(2, 40))))
+    ends = list(range(2, len(keys) + 1, 2))
+    try:
+        put(store, *keys[: data.draw(st.integers(0, len(keys)))])
+        for end in data.draw(st.sets(st.sampled_from(ends), max_size=4)):
+            put(store, *point_keys(keys[end - 1], POINTS.rows(end)))
+        beyond = data.draw(st.sampled_from([0, *ends]))
+        end = data.draw(st.sampled_from(ends))
+        if end <= beyond:
+            return
+        promised(leader, keys, Promise(end, 0.001), beyond)
+
+        def there(*asked: bytes) -> bool:
+            return all(names_of(key)[0] in store.values for key in asked)
+
+        right = [
+            each
+            for each in ends
+            if beyond < each < end and there(*keys[:each], POINTS.last_row(keys, each))
+        ]
+        if there(*POINTS.chain(keys, end)):
+            right.append(end)
+        assert resumable(leader, keys) == max(right, default=0)
     finally:
         leader.finder.close()
