@@ -14,7 +14,7 @@ is a slot of every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -40,6 +40,7 @@ from kvcore.runtime.page_store import Pages, open_pages
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.rates import Rates
 from kvcore.tiers.geometry import Geometry
+from kvcore.tiers.held import Held
 from kvcore.transfer.plan import layer_steps
 
 __all__ = [
@@ -73,6 +74,7 @@ def build_leader(
     *,
     on_event: Callable[[Event], None] | None = None,
     data_parallel_rank: int | None = None,
+    elsewhere: Sequence[Mapping[str, Held]] = (),
 ) -> ManagerParts:
     """Build the leader of a model, over tiers of this process or as a client of a server.
 
@@ -87,6 +89,7 @@ def build_leader(
         on_event: see `kvcore.runtime.build.build_manager`. A server sends events to its own
             subscribers only.
         data_parallel_rank: identifies the leader if one engine has several.
+        elsewhere: what the disks of other machines hold; see `kvcore.runtime.build.hold_tiers`.
 
     Raises the errors of `build_manager`, and UnsupportedError if a server refuses this client.
     """
@@ -95,7 +98,12 @@ def build_leader(
         on_event = recorder.listener(on_event)
     if config.server.address is None:
         parts = runtime.build_manager(
-            config, model, transport, on_event=on_event, data_parallel_rank=data_parallel_rank
+            config,
+            model,
+            transport,
+            on_event=on_event,
+            data_parallel_rank=data_parallel_rank,
+            elsewhere=elsewhere,
         )
         parts = runtime.with_admin(config, model, parts, data_parallel_rank)
     else:

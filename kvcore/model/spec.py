@@ -81,6 +81,7 @@ class ModelDescription:
     consecutive. ``point`` is what a resume point has; None if blocks are all that the model keeps.
     ``stage_points`` are the parts of it that each stage keeps, by default all on one stage.
     ``packed`` are the pages of a format that only the engine knows; ``shape`` is then nominal.
+    ``machines`` hold equally many ranks each, in order; the leader is on the first one.
     """
 
     shape: BlockShape
@@ -92,8 +93,14 @@ class ModelDescription:
     point: PointShape | None = field(default=None, kw_only=True)
     stage_points: tuple[PointShape, ...] = field(default=(), kw_only=True)
     packed: PackedPages | None = field(default=None, kw_only=True)
+    machines: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.machines < 1 or self.world_size % self.machines:
+            raise LayoutError(
+                f"given {self.world_size} ranks on {self.machines} machines: each machine must "
+                "have equally many"
+            )
         if not self.stages:
             object.__setattr__(self, "stages", ((0, self.shape.layers),))
         borders = [0, *(stop for _, stop in self.stages)]
@@ -182,6 +189,12 @@ class ModelDescription:
     def tensor_ranks(self) -> int:
         """Number of ranks that share the heads of a layer."""
         return self.world_size // len(self.stages)
+
+    def beside(self, rank: int) -> range:
+        """Return the ranks on the machine of ``rank``."""
+        local = self.world_size // self.machines
+        first = rank // local * local
+        return range(first, first + local)
 
     def head_range(self, rank: int) -> tuple[int, int]:
         """Return the KV heads [start, stop) of ``rank``."""

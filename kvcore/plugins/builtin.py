@@ -91,13 +91,14 @@ def _prepare_disk(context: TierContext) -> PreparedTier:
     disk = import_module("kvcore.tiers.disk")
     path, guard, _ = _disk_options(context)
     geometry = context.geometry.guarded(guard)
-    store = disk.prepare_store(path, geometry, context.capacity, share=context.share, guard=guard)
+    capacity = geometry.share_of(context.capacity)
+    store = disk.prepare_store(path, geometry, capacity, share=context.share, guard=guard)
     return PreparedTier(
         store.num_slots,
         store.records,
         store.mounted.to_options(),
         release=store.close,
-        foreign=True,
+        foreign=geometry.is_whole,
         torn=store.torn,
         clears=store.tombstones,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -49,11 +49,17 @@ from kvcore.model.keys import pack_tokens
 from kvcore.model.points import PointRows, is_point_row, without_rows
 from kvcore.model.spec import ModelDescription
 from kvcore.plugins import PluginManager
-from kvcore.runtime.tiers import BackingOpener, PreparedBacking, prepare_backings
+from kvcore.runtime.tiers import (
+    BackingOpener,
+    PreparedBacking,
+    hold_backings,
+    prepare_backings,
+)
 from kvcore.telemetry.metrics import Metrics
 from kvcore.telemetry.timeline import FileTracer, Tracer
 from kvcore.tiers.disk import Geometry
 from kvcore.tiers.guard import key_of_secret
+from kvcore.tiers.held import Held
 from kvcore.transfer.graph import COPY_BYTES, Path
 from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import RankParts
@@ -69,6 +75,7 @@ __all__ = [
     "device_slots",
     "enter_directory",
     "geometry",
+    "hold_tiers",
     "host_slots",
     "load_plugins",
     "segments_of",
@@ -145,12 +152,16 @@ def device_slots(config: Config, model: ModelDescription, points: PointRows | No
     return slots
 
 
-def geometry(model: ModelDescription) -> Geometry:
-    """Return what a stored block of the model is, and which heads and layers each rank holds."""
-    ranks = range(model.world_size)
+def geometry(model: ModelDescription, rank: int = 0) -> Geometry:
+    """Return what a stored block of the model is, and which heads and layers each rank holds.
+
+    A disk on the machine of ``rank`` has the shards of the ranks there. The leader is with rank 0.
+    """
+    ranks, beside = range(model.world_size), model.beside(rank)
     heads = tuple(model.head_range(rank) for rank in ranks)
     layers = tuple(model.layer_range(rank) for rank in ranks)
-    return Geometry(model.shape, model.fingerprint, heads, layers=layers)
+    held = (beside.start, beside.stop)
+    return Geometry(model.shape, model.fingerprint, heads, layers=layers, held=held)
 
 
 def load_plugins(config: Config) -> PluginManager:
@@ -249,13 +260,15 @@ def build_manager(
     data_parallel_rank: int | None = None,
     write_through_in_save: bool = True,
     points: PointRows | None = None,
+    elsewhere: Sequence[Mapping[str, Held]] = (),
 ) -> ManagerParts:
     """Build a manager over tiers of this process. Does I/O: a disk tier scans its records.
 
     ``write_through_in_save`` is as in `TransferOptions`. ``on_event``
     gets what the feed of ``[events]`` gets; see `BlockIndex.watch`. ``data_parallel_rank``
     distinguishes the leaders of one engine if there are several. ``points`` are the model's resume
-    points, by default those that it describes.
+    points, by default those that it describes. ``elsewhere`` is what the other machines of the
+    model's ranks hold (`hold_tiers`), in order.
 
     A tier that cannot be used is named in the log and left out. Raises ConfigError for settings
     that name no plugin or do not fit one, UnsupportedError if host memory does not hold one block.
@@ -264,7 +277,7 @@ def build_manager(
     plugins = load_plugins(config)
     plugins.check(config)
     slots = host_slots(config, model)
-    backings = prepare_backings(config, geometry(model), plugins)
+    backings = prepare_backings(config, geometry(model), plugins, elsewhere=elsewhere)
     policy = plugins.policy(config.host.policy)
     host = TierSpec(HOST, slots.indexed, policy, config.host.policy_options)
     index = BlockIndex([host, *(found.spec for found in backings)])
@@ -384,6 +397,19 @@ def _restore(index: BlockIndex, found: PreparedBacking, metrics: Metrics) -> lis
     return [record.slot for record in lost if record.slot >= found.spec.num_slots]
 
 
+def hold_tiers(
+    config: Config, model: ModelDescription, rank: int
+) -> tuple[dict[str, Held], Callable[[], None]]:
+    """Prepare the disks of the machine of ``rank``, whose leader is on another one. Does I/O.
+
+    One rank of each such machine calls it, before the leader is built. Returns what the leader has
+    to know, by tier, and what to call after the machine's ranks have closed. Raises ConfigError for
+    options that do not fit.
+    """
+    held, releases = hold_backings(config, geometry(model, rank), load_plugins(config))
+    return held, releases.close
+
+
 def build_segments(config: Config, model: ModelDescription) -> Segments:
     """Build the book of the stored blocks' tokens.
 
@@ -488,7 +514,7 @@ def build_worker(
         ops.name,
     )
     return WorkerParts(
-        worker, metrics, BackingOpener(config, geometry(model), rank, plugins), plugins
+        worker, metrics, BackingOpener(config, geometry(model, rank), rank, plugins), plugins
     )
 
 

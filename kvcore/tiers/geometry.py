@@ -17,11 +17,14 @@ from kvcore.memory.arena import slot_bytes
 from kvcore.model.parts import Part
 from kvcore.model.shape import BlockShape
 
-__all__ = ["RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
+__all__ = ["PARTIAL_VERSION", "RECORD_NBYTES", "STAGED_VERSION", "VERSION", "Geometry"]
 
 VERSION = 1
 STAGED_VERSION = 2
 """The version of a ``store.json`` whose shards hold ranges of layers. An older kvcore skips it."""
+PARTIAL_VERSION = 3
+"""The version of a ``store.json`` some of whose shards are on other machines. An older kvcore skips
+it."""
 MAX_SHARDS = 4096
 """The most shards of a store: one for each rank of an engine."""
 _MAX_NBYTES = 1 << 20
@@ -48,6 +51,7 @@ class Geometry:
         cipher: names the cipher or MAC, and the key, that protect the blocks; empty for checksums
             alone.
         layers: the layers [start, stop) of each shard. Empty: every shard holds all layers.
+        held: the shards [start, stop) whose files are on this machine. Empty: all of them.
     """
 
     shape: BlockShape
@@ -55,21 +59,37 @@ class Geometry:
     heads: tuple[tuple[int, int], ...]
     cipher: str = ""
     layers: tuple[tuple[int, int], ...] = ()
+    held: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             object.__setattr__(self, "layers", ((0, self.shape.layers),) * len(self.heads))
+        if not self.held:
+            object.__setattr__(self, "held", (0, len(self.heads)))
         fits = len(self.layers) == len(self.heads)
         if not self.heads or not fits or not all(part.within(self.shape) for part in self.parts):
             raise FormatError(
                 f"shards of KV heads {self.heads} and layers {self.layers}: each is [start, stop) "
                 f"within 0..{self.shape.kv_heads} and 0..{self.shape.layers}"
             )
+        start, stop = self.held
+        if not 0 <= start < stop <= len(self.heads):
+            raise FormatError(f"shards {self.held} of {len(self.heads)} in a folder")
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The part of a block that each shard holds."""
         return tuple(map(Part, self.heads, self.layers))
+
+    @property
+    def shards(self) -> range:
+        """The shards whose files are on this machine."""
+        return range(*self.held)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no shard is on another machine."""
+        return self.held == (0, len(self.heads))
 
     @property
     def base(self) -> str:
@@ -87,6 +107,12 @@ class Geometry:
         """True if some shard does not hold all layers."""
         return any(span != (0, self.shape.layers) for span in self.layers)
 
+    @property
+    def _version(self) -> int:
+        if not self.is_whole:
+            return PARTIAL_VERSION
+        return STAGED_VERSION if self._staged else VERSION
+
     def guarded(self, guard: _Named | None) -> Geometry:
         """Return the geometry of blocks that ``guard`` seals, which have a folder of their own.
 
@@ -101,9 +127,12 @@ class Geometry:
 
     @property
     def per_slot(self) -> int:
-        """Bytes on disk of one slot in all shards together, including its records."""
-        shards = range(len(self.heads))
-        return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in shards)
+        """Bytes on disk of one slot in all shards of this machine, including its records."""
+        return sum(slot_bytes(self.shard_shape(i)) + RECORD_NBYTES for i in self.shards)
+
+    def share_of(self, nbytes: int) -> int:
+        """Return this machine's share of ``nbytes`` that the shards of all machines may fill."""
+        return nbytes * self.per_slot // replace(self, held=()).per_slot
 
     def shard_shape(self, shard: int) -> BlockShape:
         return self.parts[shard].shape(self.shape)
@@ -111,11 +140,12 @@ class Geometry:
     def to_json(self) -> dict[str, Any]:
         return {
             "format": "kvcore disk tier",
-            "version": STAGED_VERSION if self._staged else VERSION,
+            "version": self._version,
             "model": self.model.hex(),
             "shape": self.shape.to_dict(),
             "heads": [list(span) for span in self.heads],
-            **({"layers": [list(span) for span in self.layers]} if self._staged else {}),
+            **({"layers": [list(span) for span in self.layers]} if self._version > 1 else {}),
+            **({} if self.is_whole else {"held": list(self.held)}),
             **self._cipher,
         }
 
@@ -128,19 +158,21 @@ class Geometry:
         if not isinstance(data, dict) or data.get("format") != "kvcore disk tier":
             raise FormatError("not a store.json of kvcore's disk tier")
         version = data.get("version")
-        if version not in (VERSION, STAGED_VERSION):
+        if version not in (VERSION, STAGED_VERSION, PARTIAL_VERSION):
             raise FormatError(
-                f"a store of format version {version!r}; this kvcore reads {VERSION} and "
-                f"{STAGED_VERSION}"
+                f"a store of format version {version!r}; this kvcore reads {VERSION} to "
+                f"{PARTIAL_VERSION}"
             )
         try:
             if len(data["heads"]) > MAX_SHARDS:
                 raise ValueError(f"{len(data['heads'])} shards; supported are {MAX_SHARDS}")
             heads = tuple((int(a), int(b)) for a, b in data["heads"])
-            staged = data["layers"] if version == STAGED_VERSION else ()
+            staged = data["layers"] if version != VERSION else ()
             layers = tuple((int(a), int(b)) for a, b in staged)
+            start, stop = data["held"] if version == PARTIAL_VERSION else (0, len(heads))
             shape, model = BlockShape.from_dict(data["shape"]), bytes.fromhex(data["model"])
-            return cls(shape, model, heads, str(data.get("cipher", "")), layers)
+            held = (int(start), int(stop))
+            return cls(shape, model, heads, str(data.get("cipher", "")), layers, held)
         except FormatError:
             raise
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -38,6 +38,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.plugins.attention import AttentionHook
 from kvcore.runtime.build import load_plugins
+from kvcore.tiers.held import Held
 from kvcore.worker.lifecycle import refusing_parts
 from kvcore_vllm.attention import install
 from kvcore_vllm.describe import lookahead
@@ -61,9 +62,15 @@ _log = logging.getLogger("kvcore.vllm")
 
 
 def build_scheduler_side(
-    config: Config, vllm_config: VllmConfig, model: ModelDescription
+    config: Config,
+    vllm_config: VllmConfig,
+    model: ModelDescription,
+    elsewhere: Sequence[Mapping[str, Held]] = (),
 ) -> Leader:
-    """Build the leader. A tier that cannot be used is left out with a warning."""
+    """Build the leader. A tier that cannot be used is left out with a warning.
+
+    ``elsewhere`` is what the disks of each other machine hold.
+    """
     assert vllm_config.kv_transfer_config is not None
     outbox = Outbox(model.world_size)
     side: Leader
@@ -76,6 +83,7 @@ def build_scheduler_side(
         recorder,
         on_event=tell,
         data_parallel_rank=_data_parallel_rank(vllm_config),
+        elsewhere=elsewhere,
     )
     pace = build_policy(
         config,

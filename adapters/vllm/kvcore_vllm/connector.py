@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,9 @@ from kvcore.errors import (
 )
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
-from kvcore.runtime.build import load_plugins
+from kvcore.runtime.build import hold_tiers, load_plugins
 from kvcore.telemetry.metrics import Metrics
+from kvcore.tiers.held import Held
 from kvcore_vllm.build import (
     build_scheduler_side,
     build_worker_connector,
@@ -162,6 +163,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._stages: Stages | None = None  # if there are several, and this rank knows of them
         self._cold: WorkerConnector | None = None  # prepares blends with the first plan
         self._pool: BlockPool | None = None  # vLLM's, if the leader is still to come
+        self._release: Callable[[], None] | None = None  # of the disks that this rank has prepared
         self._config = Config()
         try:
             self._start(role)
@@ -194,10 +196,13 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._lead(self._model)
         self._layerwise = loads_layerwise(self._config, self._vllm_config, self._model)
 
-    def _lead(self, model: ModelDescription) -> None:
-        """Build the leader. Raises ConfigError for wrong settings."""
+    def _lead(self, model: ModelDescription, elsewhere: Sequence[Mapping[str, Held]] = ()) -> None:
+        """Build the leader. Raises ConfigError for wrong settings.
+
+        ``elsewhere`` is what the disks of each other machine hold.
+        """
         attempt("the check of vLLM's release", tell_untried, None)
-        self._scheduler = self._build_scheduler(model)
+        self._scheduler = self._build_scheduler(model, elsewhere)
         if self._scheduler is not None and self._pool is not None:
             self._scheduler.watch(self._pool)
 
@@ -262,10 +267,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler, self._parted, self._left = None, self._scheduler, why
             attempt("the metrics", self._metrics.aside, None)
 
-    def _build_scheduler(self, model: ModelDescription) -> Leader | None:
+    def _build_scheduler(
+        self, model: ModelDescription, elsewhere: Sequence[Mapping[str, Held]] = ()
+    ) -> Leader | None:
         """Build the leader; None if it cannot be had. Raises ConfigError for wrong settings."""
         try:
-            return build_scheduler_side(self._config, self._vllm_config, model)
+            return build_scheduler_side(self._config, self._vllm_config, model, elsewhere)
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - the engine runs without kvcore
@@ -292,7 +299,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         self._fit_blocks(model.shape.block_tokens)
         self._hooks = [h.identity for h in load_plugins(self._config).found("attention")]
-        return replace(model, fingerprint=hooked(model.fingerprint, self._hooks))
+        count = machines(self._vllm_config)
+        return replace(model, fingerprint=hooked(model.fingerprint, self._hooks), machines=count)
 
     def _fit_blocks(self, tokens: int) -> None:
         """Go on with blocks of ``tokens``, which fit the model."""
@@ -422,10 +430,23 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if machines(self._vllm_config) > 1:
             if self._model is None or get_kv_transfer_group() is not self:
                 return None
-            return Told(self._stages, terms_of(self._config, self._model, self._hooks))
+            terms = terms_of(self._config, self._model, self._hooks)
+            return Told(self._stages, terms, self._hold(self._model))
         if self._stages is None or parallel.rank % parallel.world_size:
             return None
         return Told(self._stages)
+
+    def _hold(self, model: ModelDescription) -> Mapping[str, Held] | None:
+        """Prepare the disks of this machine, if its first rank calls and the leader is elsewhere.
+
+        Does I/O, and blocks for some seconds if an engine still uses the disk. Returns None if the
+        leader has been told: vLLM asks again when it wakes up.
+        """
+        rank = self._vllm_config.parallel_config.rank % model.world_size
+        if not rank or rank != model.beside(rank).start or self._release is not None:
+            return None
+        held, self._release = hold_tiers(self._config, model, rank)
+        return held
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.
@@ -526,7 +547,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._stand_aside(error)
             return
         self._model = model
-        self._lead(model)
+        held = {stage * parallel.tensor_parallel_size + r: t.held for (stage, r), t in told.items()}
+        firsts = [rank for rank in range(1, model.world_size) if model.beside(rank).start == rank]
+        self._lead(model, [held[rank] or {} for rank in firsts])
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -703,6 +726,9 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = self._scheduler = self._parted = None
         if worker is not None:
             attempt("shutdown", worker.close, None)
+        if (release := self._release) is not None:
+            self._release = None
+            attempt("shutdown", release, None)
         for leader in leaders:
             if leader is not None:
                 attempt("shutdown", leader.close, None)

@@ -9,11 +9,13 @@ Every other one starts at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from kvcore.tiers.held import Held
 from kvcore_vllm.machines import Terms, machines
 from kvcore_vllm.stages import Stages
 
@@ -28,11 +30,13 @@ class Told(KVConnectorHandshakeMetadata):
     """What a rank tells. Pickled by vLLM.
 
     ``stages`` are the caches of all stages of a pipeline; None if there is one stage. ``terms`` are
-    what a rank goes by whose leader may be on another machine; None on one machine.
+    what a rank goes by whose leader may be on another machine; None on one machine. ``held`` is
+    what the disks of a machine without the leader hold; its first rank tells it, once.
     """
 
     stages: Stages | None = None
     terms: Terms | None = None
+    held: Mapping[str, Held] | None = None
 
 
 def awaits_ranks(vllm_config: VllmConfig) -> bool:

@@ -20,7 +20,6 @@ from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.model.spec import ModelDescription
 from kvcore.runtime.build import load_plugins
-from kvcore.runtime.tiers import DISK
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,8 +32,12 @@ _SECTIONS = ("block", "namespace", "host", "points", "transfer", "fusion", "vllm
 """The tables of settings by which ranks and leader must go alike.
 
 Of ``[tiers]`` these are the names, plugins and capacities. Options may name a machine's own
-addresses: what one rank does not find where another has stored it is a miss.
+addresses: what one rank does not find where another has stored it is a miss. Of ``[disk]`` it is
+all but `_OF_A_MACHINE`.
 """
+_OF_A_MACHINE = {"path", "key_env", "key_file"}
+"""Settings of a disk that each machine has for itself. Whether there is a disk, and whether it is
+encrypted, is the same on all."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ def machines(vllm_config: VllmConfig) -> int:
 def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
     """Return the settings that can be followed where the ranks are.
 
-    On several machines tiers on a disk are off; ``tell`` says whether to log that. Raises
+    On several machines a plugin's own tiers on a disk are off; ``tell`` says whether to log that.
+    Raises
     UnsupportedError if a server is to hold the KV of ranks on several machines, and ConfigError
     for a tier whose plugin there is not.
     """
@@ -66,19 +70,20 @@ def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
             "Leave the address away: each rank then has host memory of its own"
         )
     plugins = load_plugins(config)
-    local = {n for n, tier in config.tiers.items() if plugins.tier(tier.plugin).medium == "disk"}
-    off = sorted(local | ({DISK} if config.disk.path is not None else set()))
-    if tell and off:
+    kinds = {name: plugins.tier(tier.plugin) for name, tier in config.tiers.items()}
+    off = sorted(n for n, kind in kinds.items() if kind.medium == "disk" and kind.name != "disk")
+    if not off:
+        return config
+    if tell:
         _log.warning(
-            "the tier %s is off: the leader scans, sizes and clears a disk's files for all ranks, "
-            "and cannot reach those of ranks on other machines (there are %d machines); use a "
-            "remote store, such as a folder that all machines share (plugin files)",
+            "the tier %s is off: its plugin's leader cannot reach the files of ranks on other "
+            "machines (there are %d machines); use kvcore's own disk (plugin disk), or a remote "
+            "store",
             ", ".join(off),
             count,
         )
-    disk = config.disk.model_copy(update={"path": None})
-    tiers = {name: tier for name, tier in config.tiers.items() if name not in local}
-    return config.model_copy(update={"disk": disk, "tiers": tiers})
+    tiers = {name: tier for name, tier in config.tiers.items() if name not in off}
+    return config.model_copy(update={"tiers": tiers})
 
 
 def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ()) -> Terms:
@@ -89,7 +94,9 @@ def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ())
     """
     tiers = {name: (tier.plugin, tier.capacity) for name, tier in config.tiers.items()}
     parts: dict[str, Any] = {name: getattr(config, name).model_dump() for name in _SECTIONS}
+    disk = config.disk
     parts |= {
+        "disk": [disk.model_dump(exclude=_OF_A_MACHINE), disk.path is not None, disk.encrypted],
         "tiers": sorted(tiers.items()),
         "attention plugins": sorted(hooks),
         "the model's cache": repr(replace(model, fingerprint=b"", alone=())),
@@ -124,6 +131,6 @@ def check_terms(
         if other:
             raise UnsupportedError(
                 f"{which} goes by other settings than the leader, on an engine over several "
-                f"machines: {', '.join(other)}. Give every machine the same ones; only "
-                "[tiers.NAME.options] may differ"
+                f"machines: {', '.join(other)}. Give every machine the same ones; only disk.path, "
+                "the place of its key, and [tiers.NAME.options] may differ"
             )

@@ -57,7 +57,7 @@ class StoreReport:
         folder: of the store.
         state: the result.
         why: the reason, if the store was not read.
-        blocks: the number of blocks that are whole in every shard.
+        blocks: the number of blocks that are whole in every shard of the folder.
         partial: the number of blocks that some shard lacks. An engine that is killed leaves such
             blocks. They are never served.
         torn: the number of records that are neither valid nor empty.
@@ -175,7 +175,7 @@ class _Scrub:
 
     def run(self) -> None:
         """Verify all shards, fill the report, and erase bad blocks if that is wanted."""
-        tables = [self._shard(shard) for shard in range(len(self._geometry.heads))]
+        tables = [self._shard(shard) for shard in self._geometry.shards]
         whole = tables[0]
         for table in tables[1:]:
             whole = whole.also_in(table)
@@ -262,7 +262,7 @@ class _Scrub:
         truncate(index, index.stat().st_size // RECORD_NBYTES * RECORD_NBYTES)
 
     def _erase_everywhere(self, slots: list[int]) -> None:
-        for shard in range(len(self._geometry.heads)):
+        for shard in self._geometry.shards:
             _, index = shard_files(self._folder, shard)
             if slots and index.exists():
                 with closing(IndexFile(index)) as file:

@@ -52,8 +52,8 @@ _OVERHEAD = 4096  # bytes of store.json, the tombstones and the lock
 class PreparedStore:
     """A store that is ready for the workers: they open ``folder`` and the ``foreign`` stores.
 
-    ``records`` are the blocks that are whole in every shard; ``torn`` counts records that were not
-    valid, or not made with the deployment's key. The locks are held until `close`.
+    ``records`` are the blocks that are whole in every shard here; ``torn`` counts records that were
+    not valid, or not made with the deployment's key. The locks are held until `close`.
     ``tombstones`` records clears for the next start.
     """
 
@@ -100,7 +100,9 @@ def prepare_store(
 ) -> PreparedStore:
     """Choose, lock and scan a store under ``path`` for blocks of ``geometry``. Blocks.
 
-    ``guard``, which ``geometry`` names, verifies the records.
+    ``guard``, which ``geometry`` names, verifies the records. Of an engine on several machines, one
+    process on each does this for the shards that ``geometry`` holds there, with its share of the
+    capacity.
 
     Everything under ``path`` together, records included, stays below ``capacity`` bytes. This
     engine reserves up to ``capacity // share`` of them, where ``share`` is the number of engines
@@ -299,7 +301,8 @@ def _adopt(
 ) -> tuple[_LockedStore | None, list[_LockedStore]]:
     """Lock all stores that no engine uses. Return (the one to write to, those to mount).
 
-    The first is None if no store has this geometry. All of them hold comparable blocks.
+    The first is None if no store has this geometry. All of them hold comparable blocks. None is
+    mounted if some of its shards, or of those of this engine, are on other machines.
     """
     own: _LockedStore | None = None
     mounted: list[_LockedStore] = []
@@ -315,11 +318,22 @@ def _adopt(
             continue
         locks.callback(lock.close)
         held = _LockedStore(folder, lock, found)
-        if own is None and found.parts == geometry.parts:
+        if own is None and (found.parts, found.held) == (geometry.parts, geometry.held):
             own = held
-        else:
+        elif found.is_whole and geometry.is_whole:
             mounted.append(held)
+        else:  # it may be removed to make room
+            lock.close()
+            if limit.admit(("other machines", folder)) is not None:
+                _log.info("store %s is not read: %s", folder, _why_not_mounted(found, geometry))
     return own, mounted
+
+
+def _why_not_mounted(found: Geometry, geometry: Geometry) -> str:
+    if found.is_whole:
+        return "ranks of other machines than this one cannot read it"
+    first, stop = found.held
+    return f"it has the parts of ranks {first} to {stop - 1} alone"
 
 
 def _load(folder: Path, wanted: Geometry, limit: LogLimit) -> Geometry | None:
@@ -419,7 +433,7 @@ def _shrink(store: _LockedStore, excess: int) -> int:
 
 def _cut(folder: Path, geometry: Geometry, num_slots: int) -> None:
     """Truncate the files that are longer than ``num_slots`` slots."""
-    for shard in range(len(geometry.heads)):
+    for shard in geometry.shards:
         data, index = shard_files(folder, shard)
         limit = num_slots * slot_bytes(geometry.shard_shape(shard))
         for file, most in ((data, limit), (index, num_slots * RECORD_NBYTES)):
@@ -444,5 +458,5 @@ def _scan(
     Slots are counted from ``first_slot``.
     """
     erase_cleared(folder, geometry)
-    shards = [scan_shard(folder, geometry, shard, guard) for shard in range(len(geometry.heads))]
+    shards = [scan_shard(folder, geometry, shard, guard) for shard in geometry.shards]
     return reduce(Table.also_in, shards).block_records(first_slot), sum(t.torn for t in shards)

@@ -242,7 +242,7 @@ def erase_cleared(folder: Path, geometry: Geometry) -> None:
         cleared = _read(folder)
         if cleared is None:
             return
-        for shard in range(len(geometry.heads)):
+        for shard in geometry.shards:
             _erase(shard_files(folder, shard)[1], *cleared)
         within = open_folder(folder, adopt=True)
         try:

@@ -1,4 +1,4 @@
-"""Ranks on several machines: what they must have in common, and what is off there.
+"""Ranks on several machines: what they must have in common, what they tell, and what is off there.
 
 The engine itself, on two hosts: tests/integration/hosts/test_vllm_machines.py.
 """
@@ -9,6 +9,7 @@ import pickle
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,10 @@ import kvcore_vllm.connector
 from kvcore.config import Config, load_config
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.harness.models import tiny_model
+from kvcore.plugins import PluginManager, TierPlugin
+from kvcore.tiers.disk.store import lock_store
 from kvcore_vllm.connector import KVCoreConnector
+from kvcore_vllm.handshake import Told
 from kvcore_vllm.machines import Terms, check_terms, machines, terms_of, usable
 from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from support.vllm_leader import MODEL
@@ -68,23 +72,29 @@ def test_a_replica_of_data_parallelism_has_its_own_machines() -> None:
     assert machines(over(4, **apart)) == 2
 
 
-def test_disks_are_off_with_one_line_and_other_tiers_stay(
-    caplog: pytest.LogCaptureFixture,
+def test_a_plugins_own_disk_is_off_with_one_line_and_other_tiers_stay(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shelf = TierPlugin("shelf", "disk", lambda context: None)  # type: ignore[arg-type, return-value]
+    find = PluginManager.tier
+    monkeypatch.setattr(
+        PluginManager, "tier", lambda self, name: shelf if name == "shelf" else find(self, name)
+    )
     cold = {"plugin": "disk", "capacity": "1MiB", "options": {"path": "/kv/cold"}}
-    given = config(disk={"path": "/kv/disk"}, tiers={"far": STORE, "cold": cold})
+    tiers = {"far": STORE, "cold": cold, "books": {"plugin": "shelf"}}
+    given = config(disk={"path": "/kv/disk"}, tiers=tiers)
     one, several = over(1), over(2)
     caplog.clear()
     assert usable(given, one, tell=True) is given
     assert not caplog.records
     found = usable(given, several, tell=True)
-    assert found.disk.path is None
-    assert found.tiers == {"far": given.tiers["far"]}
-    assert found.host == given.host
+    assert found.tiers == {name: given.tiers[name] for name in ("far", "cold")}
+    assert (found.host, found.disk) == (given.host, given.disk)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the tier cold, disk is off: ")
+    assert line.startswith("the tier books is off: ")
     assert usable(given, several, tell=False) == found, "leader and ranks have the same slots"
     assert len(caplog.records) == 1
+    assert usable(found, several, tell=True) is found
 
 
 def test_a_server_is_refused_by_name() -> None:
@@ -107,6 +117,9 @@ def test_a_server_is_refused_by_name() -> None:
         ({"fusion": {"enabled": True}}, "fusion"),
         ({"vllm": {"windows": "dense"}}, "vllm"),
         ({"tiers": {}}, "tiers"),
+        ({"disk": {"path": "/kv"}}, "disk"),
+        ({"disk": {"capacity": "2MiB"}}, "disk"),
+        ({"disk": {"key_file": "/kv.key"}}, "disk"),
         ({"tiers": {"far": {**STORE, "capacity": "2MiB"}}}, "tiers"),
     ],
 )
@@ -124,10 +137,12 @@ def test_another_model_or_plugin_is_named() -> None:
 
 
 def test_what_a_machine_may_have_of_its_own() -> None:
-    """Addresses of stores, and the identity of a model that changes while it is loaded."""
+    """Addresses of stores, folders, and the identity of a model that changes while it is loaded."""
+    here = {"disk": {"path": "/kv/here", "key_file": "/kv.key"}}
+    there = {"disk": {"path": "/kv/there", "key_env": "KV_KEY"}}
     options = {"tiers": {"far": {**STORE, "options": {"name": "there"}}}}
-    own, other = terms_of(config(), MODEL), terms_of(config(**options), MODEL)
-    loaded = terms_of(config(), replace(MODEL, fingerprint=b"other"))
+    own, other = terms_of(config(**here), MODEL), terms_of(config(**there, **options), MODEL)
+    loaded = terms_of(config(**here), replace(MODEL, fingerprint=b"other"))
     assert own == other == loaded == pickle.loads(pickle.dumps(own))
     check_terms(own, {(0, 0): other, (0, 1): loaded}, 1, 2)
 
@@ -198,6 +213,40 @@ def test_wrong_settings_of_the_leader_stop_the_start(monkeypatch: pytest.MonkeyP
     connector, terms = side(over(2, wrong)), terms_from(over(2, wrong), monkeypatch)
     with pytest.raises(ConfigError):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): terms, (0, 1): terms})
+
+
+def test_the_first_rank_of_another_machine_prepares_its_disk_for_the_leader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It tells once, whatever vLLM asks later, and keeps the folder until it ends."""
+    given = [
+        {**SETTINGS, "disk": {"path": str(tmp_path / name), "capacity": "2MiB"}} for name in "ab"
+    ]
+    ranks, told = [], {}
+    for number, settings in enumerate(given):
+        rank = side(over(2, settings, rank=number), KVConnectorRole.WORKER)
+        monkeypatch.setattr(kvcore_vllm.connector, "get_kv_transfer_group", lambda own=rank: own)
+        told[0, number] = pickle.loads(pickle.dumps(rank.get_handshake_metadata()))
+        again = rank.get_handshake_metadata()
+        assert isinstance(again, Told)
+        assert again.held is None
+        ranks.append(rank)
+    assert told[0, 0].held is None, "the leader has that disk"
+    assert sorted(told[0, 1].held) == ["disk"]
+    assert not (tmp_path / "a").exists()
+    connector = side(over(2, given[0]))
+    connector.set_xfer_handshake_metadata_pp_aware(told)
+    leader = connector._scheduler
+    assert leader is not None
+    options = str(leader._plan.open_tiers["disk"])
+    assert all(str(tmp_path / name) in options for name in "ab")
+    [folder] = (tmp_path / "b").rglob("store-*")
+    assert lock_store(folder) is None
+    for one in (*ranks, connector):
+        one.shutdown()
+    free = lock_store(folder)
+    assert free is not None
+    free.close()
 
 
 def test_on_one_machine_and_behind_another_connector_nothing_is_told(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,7 @@ from kvcore.errors import KVCoreError
 from kvcore.harness.compare import (
     ALL,
     EXACT,
+    SETTLE_S,
     SMALL,
     answers,
     assert_same_answers,
@@ -112,15 +114,30 @@ def store(network: Network, start_server: Start) -> Server:
     return start_server(redis_like("redis-server", bind=host.address), host)
 
 
-def settings(store: Server, folder: Path) -> dict[str, Any]:
-    """Host memory and a Redis, and a disk, which is off on several machines."""
+def settings(store: Server) -> dict[str, Any]:
+    """Host memory and a Redis."""
     options = {"url": f"redis://{store.address}/0", "timeout_s": 30.0, "lookup_s": 60.0}
     return {
         "host": {"capacity": "64MiB", "huge_pages": False},
-        "disk": {"path": str(folder / "kv"), "capacity": "64MiB"},
         "tiers": {"far": {"plugin": "redis", "capacity": "64MiB", "options": options}},
         "transfer": {"load_deadline_s": 60.0},
     }
+
+
+PART_NBYTES = 4 * 2 * 16 * 32 * 4
+"""Layers x k/v x tokens x dim x bytes: a rank's part of a block of the tiny model."""
+
+
+def disks(folder: Path, capacity: str, host: str = "64MiB") -> tuple[dict[str, Any], ...]:
+    """Settings of hosts a and b, each with a disk of its own."""
+    return tuple(
+        {
+            "host": {"capacity": host, "huge_pages": False},
+            "disk": {"path": str(folder / name), "capacity": capacity},
+            "transfer": {"load_deadline_s": 60.0},
+        }
+        for name in ("a", "b")
+    )
 
 
 def spoil(network: Network, store: Server, part: str) -> int:
@@ -136,12 +153,10 @@ def assert_whole(tier: str, got: Sequence[Generation], prompts: Sequence[Sequenc
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_ranks_on_two_hosts(
-    two: Two, network: Network, store: Server, tmp_path: Path, asynchronous: bool
-) -> None:
+def test_ranks_on_two_hosts(two: Two, network: Network, store: Server, asynchronous: bool) -> None:
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2)
     documents = windows(model, 6, 100, 400, seed=6)
-    kvcore = settings(store, tmp_path)
+    kvcore = settings(store)
     args: dict[str, Any] = {"tensor_parallel_size": 2, "asynchronous": asynchronous}
     with two(model, kvcore, **args) as process:
         right = answers(process, documents, cache_salt="alone")
@@ -158,14 +173,11 @@ def test_ranks_on_two_hosts(
         [found] = answers(process, [part])
         assert_same_answers([found], [expected])
         assert found.tiers == {"host": 64}, found.kvcore
-        log = process.log.read_text()
-        assert log.count("the tier disk is off") == 1
-        assert "tiers=host,far" in log
+        assert "tiers=host,far" in process.log.read_text()
         network["b"].kill()  # as in a power failure: vLLM ends, and answers nothing wrong
         with pytest.raises(KVCoreError):
             process.submit(documents[5], 8).result(STEP_S + 120)
         process.kill()
-    assert not (tmp_path / "kv").exists()
 
     with two(model, kvcore, **args) as process:  # both machines have started again
         got = answers(process, documents[:2])
@@ -183,13 +195,11 @@ def test_ranks_on_two_hosts(
         assert_whole("host", got, documents[:4])
 
 
-def test_a_host_without_kvcore_or_with_other_settings(
-    two: Two, store: Server, tmp_path: Path
-) -> None:
+def test_a_host_without_kvcore_or_with_other_settings(two: Two, store: Server) -> None:
     """The store holds what rank 0 could load. Rank 1 would not, or would read other tokens."""
     model = tiny_model("llama", layers=4, heads=4, kv_heads=2)
     documents = windows(model, 2, 100, 400, seed=7)
-    kvcore = settings(store, tmp_path)
+    kvcore = settings(store)
     with two(model, kvcore, tensor_parallel_size=2) as process:
         right = answers(process, documents)
         settle_and_empty(process)
@@ -204,23 +214,26 @@ def test_a_host_without_kvcore_or_with_other_settings(
             assert line in log
 
 
-def test_stages_on_two_hosts(two: Two, store: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["far", "disk"])
+def test_stages_on_two_hosts(two: Two, store: Server, tmp_path: Path, tier: str) -> None:
     model = smollm2()
     documents = windows(model, 3, 100, 400, seed=8)
-    kvcore = settings(store, tmp_path)
-    kvcore["host"]["capacity"] = kvcore["tiers"]["far"]["capacity"] = "512MiB"
+    on_a, on_b = disks(tmp_path, "512MiB", "512MiB")
+    if tier == "far":
+        on_a = on_b = settings(store)
+        on_a["host"]["capacity"] = on_a["tiers"]["far"]["capacity"] = "512MiB"
     args: dict[str, Any] = {"pipeline_parallel_size": 2, "asynchronous": False, **STAGED}
-    with two(model, kvcore, **args) as process:
+    with two(model, on_a, other=on_b, **args) as process:
         right = answers(process, documents, cache_salt="alone")
         assert_same_answers(answers(process, documents), right)
         settle_and_empty(process)
         got = answers(process, documents)
         assert_same_answers(got, right)
         assert_whole("host", got, documents)
-    with two(model, kvcore, **args) as process:
+    with two(model, on_a, other=on_b, **args) as process:
         got = answers(process, documents)
         assert_same_answers(got, right)
-        assert_whole("far", got, documents)
+        assert_whole(tier, got, documents)
 
 
 def test_blends_of_ranks_on_two_hosts(two: Two, tmp_path: Path) -> None:
@@ -245,3 +258,82 @@ def test_blends_of_ranks_on_two_hosts(two: Two, tmp_path: Path) -> None:
         fail.touch()
         assert_same_answers(answers(process, asked[2:], fusion=ALL), right[2:])
         assert counted(process, "kvcore_blends_total", outcome="failed") >= 1
+
+
+# -- disks --------------------------------------------------------------------------------------
+
+
+def rot(folder: Path, shard: int) -> int:
+    """Change bytes of each block of a shard, and return how many there are."""
+    [data] = folder.rglob(f"shard-{shard}.data")
+    blocks = data.stat().st_size // PART_NBYTES
+    with data.open("r+b") as file:
+        for slot in range(blocks):
+            file.seek(slot * PART_NBYTES + 64)
+            file.write(b"\xa5" * 64)
+    return blocks
+
+
+def test_disks_of_two_hosts(two: Two, tmp_path: Path) -> None:
+    """Each rank keeps its part on its own host; a block is there if it is on both."""
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2)
+    documents = windows(model, 6, 100, 400, seed=9)
+    on_a, on_b = disks(tmp_path, "64MiB")
+    args: dict[str, Any] = {"tensor_parallel_size": 2, "other": on_b}
+    with two(model, on_a, **args) as process:
+        right = answers(process, documents, cache_salt="alone")
+        cold = answers(process, documents, batch=2)
+        assert_same_answers(cold, right)
+        assert not any(answer.reused_tokens for answer in cold)
+        process.settle(SETTLE_S)
+    for name, shard in (("a", 0), ("b", 1)):
+        data = [path.name for path in (tmp_path / name).rglob("*.data")]
+        assert data == [f"shard-{shard}.data"], "a host has the part of its own rank"
+
+    with two(model, on_a, **args) as process:  # both machines have started again
+        got = answers(process, documents[:3], batch=2)
+        assert_same_answers(got, right[:3])
+        assert_whole("disk", got, documents[:3])
+        assert rot(tmp_path / "b", 1) > 20
+        got = answers(process, documents[3:])
+        assert_same_answers(got, right[3:])
+        assert not any(answer.reused_tokens for answer in got), "rank 1 read what has rotted"
+        assert counted(process, "kvcore_refused_blocks_total", tier="disk") > 0
+        settle_and_empty(process)  # they are written anew
+    shutil.rmtree(tmp_path / "b")
+
+    with two(model, on_a, **args) as process:  # host b has a new disk
+        got = answers(process, documents[:4])
+        assert_same_answers(got, right[:4])
+        assert not any(answer.reused_tokens for answer in got), "half a block was served"
+        process.settle(SETTLE_S)
+    with two(model, on_a, **args) as process:
+        got = answers(process, documents)
+        assert_same_answers(got, right)
+        assert_whole("disk", got[:4], documents[:4])
+        assert not any(answer.reused_tokens for answer in got[4:])
+
+
+def test_disks_of_two_hosts_evict(two: Two, tmp_path: Path) -> None:
+    """The disks hold a third of the prompts, and host memory fewer."""
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2)
+    documents = windows(model, 12, 150, 400, seed=10)
+    blocks = sum(len(document) // 16 for document in documents)
+    capacity = blocks // 3 * 2 * PART_NBYTES
+    on_a, on_b = disks(tmp_path, str(capacity), str(capacity // 2))
+    args: dict[str, Any] = {"tensor_parallel_size": 2, "other": on_b}
+    right: list[Generation] = []
+    for turn in range(2):
+        with two(model, on_a, **args) as process:
+            if not turn:
+                right = answers(process, documents, cache_salt="alone")
+            reused = 0
+            for step in (1, -1):  # the last ones first: those are still there
+                got = answers(process, documents[::step], batch=2)
+                assert_same_answers(got, right[::step])
+                settle_and_empty(process)
+                reused += sum(answer.tiers.get("disk", 0) for answer in got)
+            assert counted(process, "kvcore_evictions_total", tier="disk") > 0
+            assert reused > 0
+            sizes = [sum(f.stat().st_size for f in (tmp_path / n).rglob("shard*")) for n in "ab"]
+            assert max(sizes) <= capacity // 2

@@ -181,11 +181,11 @@ def test_a_subscriber_is_told_of_blocks_alone(tmp_path: Path, model: ModelDescri
 def found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk tier as one to which other engines write too."""
 
-    def prepared(*given: Any) -> list[PreparedBacking]:
+    def prepared(*given: Any, **named: Any) -> list[PreparedBacking]:
         finder: Any = object()
         return [
             replace(one, backing=replace(one.backing, finder=finder))
-            for one in prepare_backings(*given)
+            for one in prepare_backings(*given, **named)
         ]
 
     monkeypatch.setattr(build, "prepare_backings", prepared)

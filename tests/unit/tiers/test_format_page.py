@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from kvcore.model.shape import BlockShape
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.checksum import checksum as block_checksum
 from kvcore.tiers.disk.format import MAGIC, Record, read_table
-from kvcore.tiers.geometry import STAGED_VERSION, VERSION, Geometry
+from kvcore.tiers.geometry import PARTIAL_VERSION, VERSION, Geometry
 from kvcore.tiers.guard import BlockCipher, BlockGuard, BlockMac, key_of_secret
 from kvcore.tiers.remote import format as frame
 from kvcore.tiers.remote import shard_registry as splits
@@ -216,12 +217,17 @@ def test_store_json_and_the_folders_name_are_what_the_page_says() -> None:
     told = geometry.to_json()
     encrypted = Geometry(shape, b"model", ((0, 2),), "aes-256-gcm/00")
     staged = Geometry(shape, b"model", ((0, 2), (0, 2)), layers=((0, 1), (1, 2)))
-    assert sorted(encrypted.to_json()) == sorted(set(keys) - {"layers"})
-    assert sorted(told) == sorted(set(keys) - {"cipher", "layers"})
-    assert sorted(staged.to_json()) == sorted(set(keys) - {"cipher"})
-    assert (told["version"], staged.to_json()["version"]) == (1, 2)
-    assert "`version` | 1; 2 with `layers`" in section
-    assert Geometry.from_json(encrypted.to_json()) == encrypted
+    partial = replace(geometry, held=(1, 2))
+    assert sorted(encrypted.to_json()) == sorted(set(keys) - {"layers", "held"})
+    assert sorted(told) == sorted(set(keys) - {"cipher", "layers", "held"})
+    assert sorted(staged.to_json()) == sorted(set(keys) - {"cipher", "held"})
+    assert sorted(partial.to_json()) == sorted(set(keys) - {"cipher"})
+    versions = [one.to_json()["version"] for one in (geometry, staged, partial)]
+    assert versions == [1, 2, 3]
+    assert "`version` | 1; 2 with `layers`; 3 with `held`" in section
+    for one in (encrypted, staged, partial):
+        assert Geometry.from_json(one.to_json()) == one
+    assert partial.base == geometry.base
     assert staged.shard_name(1).decode() == f"{staged.base} (0, 2) (1, 2)"
     assert encrypted.shard_name(0).decode() == f"{encrypted.base} (0, 2)"
     shape_row = next(line for line in section.splitlines() if line.startswith("| `shape`"))
@@ -244,10 +250,10 @@ def reseal(data: bytes, at: int, version: int, covered: int) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("version", [0, STAGED_VERSION + 1])
+@pytest.mark.parametrize("version", [0, PARTIAL_VERSION + 1])
 def test_a_store_of_another_version_is_refused_by_name(version: int) -> None:
     geometry = Geometry(BlockShape(2, 2, 8, 16, "float16"), b"model", ((0, 2),))
-    with pytest.raises(FormatError, match=rf"version {version}; this kvcore reads {VERSION} and"):
+    with pytest.raises(FormatError, match=rf"version {version}; this kvcore reads {VERSION} to"):
         Geometry.from_json(geometry.to_json() | {"version": version})
 
 
