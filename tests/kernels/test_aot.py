@@ -1,7 +1,7 @@
 """Shipped configurations compile for every GPU served, without one, and spill nothing.
 
-`make test` compiles one build of each kernel for each GPU, for each GPU another one. All for all take
-two minutes of a core; `make test-all` and ``python -m kvcore_kernels.aot`` compile them.
+`make test` compiles one build of each kernel for each GPU, for each GPU another one. All for all
+take two minutes of a core; `make test-all` and ``python -m kvcore_kernels.aot`` compile them.
 """
 
 from __future__ import annotations

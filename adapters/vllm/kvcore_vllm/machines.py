@@ -56,9 +56,8 @@ def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
     """Return the settings that can be followed where the ranks are.
 
     On several machines a plugin's own tiers on a disk are off; ``tell`` says whether to log that.
-    Raises
-    UnsupportedError if a server is to hold the KV of ranks on several machines, and ConfigError
-    for a tier whose plugin there is not.
+    Raises UnsupportedError if a server is to hold the KV of ranks on several machines, and
+    ConfigError for a tier whose plugin there is not.
     """
     count = machines(vllm_config)
     if count == 1:

@@ -239,6 +239,7 @@ def rot(folder: Path, shard: int, slots: Sequence[int]) -> None:
 # -- what is kept -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [2, 4])
 def test_each_machine_keeps_its_ranks_parts_and_all_is_found_again(
     start: Start, tmp_path: Path, machines: int
@@ -255,6 +256,7 @@ def test_each_machine_keeps_its_ranks_parts_and_all_is_found_again(
     assert [cluster.load(chain) for chain in CHAINS] == [{HOST: BLOCKS}] * len(CHAINS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emptied", [0, 1])
 def test_a_machine_whose_disk_was_emptied_gives_misses(
     start: Start, folders: list[Path], emptied: int
@@ -269,6 +271,7 @@ def test_a_machine_whose_disk_was_emptied_gives_misses(
     assert start(folders).load(CHAINS[0]) == {"disk": BLOCKS}
 
 
+@pytest.mark.slow
 def test_an_older_state_gives_what_is_still_whole(start: Start, folders: list[Path]) -> None:
     """Slots that were given to other blocks since hold another key on that machine."""
     filled(start, folders, CHAINS[:3])
@@ -285,6 +288,7 @@ def test_an_older_state_gives_what_is_still_whole(start: Start, folders: list[Pa
     assert [cluster.load(chain) for chain in CHAINS] == [{}, {"disk": BLOCKS}, {}, {}, {}, {}]
 
 
+@pytest.mark.slow
 def test_the_disk_of_another_cluster_gives_misses(start: Start, folders: list[Path]) -> None:
     others = [folder.with_name(folder.name + "2") for folder in folders]
     filled(start, folders, CHAINS[:3])
@@ -299,6 +303,7 @@ def test_the_disk_of_another_cluster_gives_misses(start: Start, folders: list[Pa
     assert start(folders).load(CHAINS[0]) == {"disk": BLOCKS}
 
 
+@pytest.mark.slow
 def test_what_rots_on_one_machine_is_gone_on_all(start: Start, folders: list[Path]) -> None:
     filled(start, folders)
     rot(folders[1], 3, range(64))
@@ -310,6 +315,7 @@ def test_what_rots_on_one_machine_is_gone_on_all(start: Start, folders: list[Pat
     assert not cluster.outbox.failed, "the first engine has erased it everywhere"
 
 
+@pytest.mark.slow
 def test_one_engine_of_all_ranks_and_one_on_two_machines_leave_each_other_alone(
     start: Start, folders: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,6 +333,7 @@ def test_one_engine_of_all_ranks_and_one_on_two_machines_leave_each_other_alone(
     assert [bool(cluster.load(chain)) for chain in CHAINS[:4]] == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_disks_hold_no_more_than_their_share_and_evict(start: Start, folders: list[Path]) -> None:
     slots = 10
     for _ in range(2):
@@ -346,6 +353,7 @@ def test_disks_hold_no_more_than_their_share_and_evict(start: Start, folders: li
 # -- clears -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deaf", [set(), {0}, {1}, {0, 1}])
 def test_a_clear_holds_whichever_machine_has_missed_it(
     start: Start, folders: list[Path], deaf: set[int]
@@ -471,6 +479,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(3), *MANY], ids=str)
 def test_no_history_gives_wrong_bytes(start: Start, tmp_path: Path, seeds: range) -> None:
     read = 0
