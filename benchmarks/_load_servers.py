@@ -308,6 +308,12 @@ def _kvcore_disk(sizes: Sizes, folder: Path) -> dict[str, Any]:
     return _transfer("KVCoreConnector", {"host": host, "disk": _disk(folder)})
 
 
+def _kvcore_planned(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    transfer = _kvcore_disk(sizes, folder)
+    transfer["kv_connector_extra_config"]["planner"] = {"enabled": True}
+    return transfer
+
+
 def _kvcore_served(sizes: Sizes, folder: Path) -> dict[str, Any]:
     server = {"address": "local", "folder": str(folder / "server")}
     return _transfer("KVCoreConnector", {"server": server})
@@ -393,6 +399,7 @@ CONTENDERS = {
         Contender("kvcore", _kvcore, prefaults=True),
         Contender("kvcore-disk", _kvcore_disk, prefaults=True),
         Contender("kvcore-fusion", _kvcore_fusion, prefaults=True),
+        Contender("kvcore-planned", _kvcore_planned, prefaults=True),
         Contender("kvcore-server", _kvcore_served, _kvcore_server(False), prefaults=True),
         Contender("kvcore-server-disk", _kvcore_served, _kvcore_server(True), prefaults=True),
         Contender("kvcore-tier", _offloading(_kvcore_tier)),

@@ -156,7 +156,7 @@ def test_what_is_prepared_copies_nothing() -> None:
     assert_same(arena, before[1])
 
 
-@pytest.mark.parametrize("count", [1, 63, 500])
+@pytest.mark.parametrize("count", [1, 63, 130, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_many_units_in_one_launch(count: int) -> None:
     shape = BlockShape(1, 2, 64, 4, "bfloat16", kv_factor=1)
     view, arena = slot_view(shape, 500, 4), arena_view(shape, 500)
