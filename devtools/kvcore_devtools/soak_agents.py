@@ -19,8 +19,8 @@ What must hold:
     memory          of the processes has not grown after the first epochs
     reuse           in every epoch, and of every tier
     nothing left    no graph in flight in the server
-
-    no request      took longer than the slowest on vLLM alone and kvcore's deadlines together
+    time            of no request is longer than that of the slowest on vLLM alone and kvcore's
+                    deadlines together; requests are not counted while an engine is killed
 
 As a program it has one heap for all threads of a process (MALLOC_ARENA_MAX). By default glibc gives
 each thread its own, and what the heaps leave unused grows for hours. oneDNN, with which vLLM

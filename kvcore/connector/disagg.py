@@ -31,9 +31,11 @@ __all__ = ["POINT_VERSION", "VERSION", "accept", "accepted", "promised"]
 _log = logging.getLogger("kvcore.connector")
 
 VERSION = 1
-"""Of a promise of blocks."""
+"""A promise of blocks has this version."""
 POINT_VERSION = 2
-"""Of a promise of blocks and the resume point behind them: blocks alone are of no use there."""
+"""A promise of blocks and the resume point behind them has this version. Whoever cannot read it
+must not take it for one of blocks, which are of no use alone.
+"""
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
 
 

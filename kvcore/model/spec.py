@@ -190,11 +190,15 @@ class ModelDescription:
         """Number of ranks that share the heads of a layer."""
         return self.world_size // len(self.stages)
 
+    @property
+    def firsts(self) -> range:
+        """The first rank of each machine, in order."""
+        return range(0, self.world_size, self.world_size // self.machines)
+
     def beside(self, rank: int) -> range:
         """Return the ranks on the machine of ``rank``."""
-        local = self.world_size // self.machines
-        first = rank // local * local
-        return range(first, first + local)
+        first = rank // self.firsts.step * self.firsts.step
+        return range(first, first + self.firsts.step)
 
     def head_range(self, rank: int) -> tuple[int, int]:
         """Return the KV heads [start, stop) of ``rank``."""

@@ -474,7 +474,8 @@ class ModelCache:
     def _begin(self, claim: _Claim, op_id: int, read: _ReadOp) -> None:
         op = msgspec.structs.replace(claim.op(op_id), op_id=0, deps=())
         number = next(self.manager.flights.ids)
-        alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,))
+        longest = min(claim.graph.deadline_s or self._late_s, self._late_s)
+        alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,), deadline_s=longest)
         read.running = True
         self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
         self._transport.submit(alone)
@@ -525,9 +526,10 @@ class ModelCache:
         self.admin.step()
 
     def _blame_late(self) -> None:
-        """Blame the tiers whose reads are late by the server's own deadline.
+        """Blame the tiers whose reads have begun and are late by the server's own deadline.
 
-        A session gives its reads up at a deadline that it chose, so that proves nothing.
+        A session gives its reads up at a deadline that it chose, so that proves nothing. Reads that
+        wait behind others were dropped by then (`_begin`).
         """
         now = self._clock()
         for reading in self._reading.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from kvcore.errors import (
 )
 from kvcore.model.identity import hooked
 from kvcore.model.spec import ModelDescription
-from kvcore.runtime.build import hold_tiers, load_plugins
+from kvcore.runtime.build import load_plugins
 from kvcore.telemetry.metrics import Metrics
 from kvcore.tiers.held import Held
 from kvcore_vllm.build import (
@@ -51,7 +51,7 @@ from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
 from kvcore_vllm.handshake import Told, awaits_ranks
 from kvcore_vllm.leader import Leader
-from kvcore_vllm.machines import check_terms, machines, terms_of, usable
+from kvcore_vllm.machines import HeldDisks, check_terms, machines, terms_of, usable
 from kvcore_vllm.messages import KVCoreMetadata, KVCoreWorkerMetadata, Promises
 from kvcore_vllm.stages import Stages, gather
 from kvcore_vllm.stats import KVCorePromMetrics, KVCoreStats
@@ -163,7 +163,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._stages: Stages | None = None  # if there are several, and this rank knows of them
         self._cold: WorkerConnector | None = None  # prepares blends with the first plan
         self._pool: BlockPool | None = None  # vLLM's, if the leader is still to come
-        self._release: Callable[[], None] | None = None  # of the disks that this rank has prepared
+        self._disks = HeldDisks()
         self._config = Config()
         try:
             self._start(role)
@@ -431,22 +431,12 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             if self._model is None or get_kv_transfer_group() is not self:
                 return None
             terms = terms_of(self._config, self._model, self._hooks)
-            return Told(self._stages, terms, self._hold(self._model))
+            rank = parallel.rank % self._model.world_size
+            held = self._disks.prepare(self._config, self._model, rank)
+            return Told(self._stages, terms, held)
         if self._stages is None or parallel.rank % parallel.world_size:
             return None
         return Told(self._stages)
-
-    def _hold(self, model: ModelDescription) -> Mapping[str, Held] | None:
-        """Prepare the disks of this machine, if its first rank calls and the leader is elsewhere.
-
-        Does I/O, and blocks for some seconds if an engine still uses the disk. Returns None if the
-        leader has been told: vLLM asks again when it wakes up.
-        """
-        rank = self._vllm_config.parallel_config.rank % model.world_size
-        if not rank or rank != model.beside(rank).start or self._release is not None:
-            return None
-        held, self._release = hold_tiers(self._config, model, rank)
-        return held
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start the step's plan, before the step writes to a page of a model that kvcore serves.
@@ -548,8 +538,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         self._model = model
         held = {stage * parallel.tensor_parallel_size + r: t.held for (stage, r), t in told.items()}
-        firsts = [rank for rank in range(1, model.world_size) if model.beside(rank).start == rank]
-        self._lead(model, [held[rank] or {} for rank in firsts])
+        self._lead(model, [held[rank] or {} for rank in model.firsts[1:]])
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
@@ -726,9 +715,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = self._scheduler = self._parted = None
         if worker is not None:
             attempt("shutdown", worker.close, None)
-        if (release := self._release) is not None:
-            self._release = None
-            attempt("shutdown", release, None)
+        attempt("shutdown", self._disks.close, None)
         for leader in leaders:
             if leader is not None:
                 attempt("shutdown", leader.close, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,13 @@ import kvcore
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.model.spec import ModelDescription
-from kvcore.runtime.build import load_plugins
+from kvcore.runtime.build import hold_tiers, load_plugins
+from kvcore.tiers.held import Held
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Terms", "check_terms", "machines", "terms_of", "usable"]
+__all__ = ["HeldDisks", "Terms", "check_terms", "machines", "terms_of", "usable"]
 
 _log = logging.getLogger("kvcore.vllm")
 
@@ -45,6 +46,33 @@ class Terms:
     """What a rank goes by, as a digest for each part."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
+
+
+class HeldDisks:
+    """The disks of a machine without the leader, which the first rank there prepares for it."""
+
+    def __init__(self) -> None:
+        self._release: Callable[[], None] | None = None
+
+    def prepare(
+        self, config: Config, model: ModelDescription, rank: int
+    ) -> Mapping[str, Held] | None:
+        """Prepare the disks, and return what the leader has to know of them, by tier.
+
+        Does I/O, and blocks for some seconds if an engine still uses a disk. Returns None on a rank
+        that has no disks to prepare, and if they are prepared: vLLM asks again when it wakes up.
+        Raises ConfigError for options that do not fit.
+        """
+        if rank not in model.firsts[1:] or self._release is not None:
+            return None
+        held, self._release = hold_tiers(config, model, rank)
+        return held
+
+    def close(self) -> None:
+        """Release the disks, after this rank has closed its tiers."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
 
 def machines(vllm_config: VllmConfig) -> int:

@@ -717,7 +717,7 @@ def test_what_another_request_saved_is_promised_too() -> None:
 
 
 def test_a_point_at_the_very_end_of_a_prompt_is_not_promised() -> None:
-    """Who answers it computes the last token, and states are of one token."""
+    """The answering engine computes the last token, so it could not go on from those states."""
     rig = Rig()
     rig.ask()
     rig.request.num_prompt_tokens = 256

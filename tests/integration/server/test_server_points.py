@@ -415,7 +415,7 @@ def test_a_store_gives_a_server_what_another_one_wrote(
 
 
 CHAIN = KeyChain(Namespace(bytes(16)), BLOCK)
-"""Of the prompt whose keys are those of `keys`."""
+"""The namespace and the keys of a prompt of four blocks; `keys` returns the same ones."""
 CHAIN.extend(range(4 * BLOCK))
 
 

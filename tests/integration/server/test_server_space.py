@@ -348,7 +348,7 @@ def test_a_tier_whose_reads_hang_is_left_alone_whatever_the_session_says(
 def test_a_session_with_a_short_deadline_costs_others_no_tier(
     space: ModelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it drops while it waits behind other reads has not begun: that says nothing."""
+    """A read that waits behind others has not begun. That it is dropped says nothing of a tier."""
     threads = WorkerLimits().io_queues
     names = on_disk(space, threads + 4)
     hung = Hung(space, monkeypatch)
@@ -362,5 +362,28 @@ def test_a_session_with_a_short_deadline_costs_others_no_tier(
         assert set(told[0].values()) == {RowError.DEADLINE}
         space.ops_ended(SAVER, ended(short, RowError.DEADLINE))
     assert (space.claims(SAVER), breaker_of(space)._failures) == (0, 0)
+    hung.go_on.set()
+    ticking(space, lambda: not space._reading)
+
+
+def test_a_read_that_waits_behind_others_blames_no_tier(
+    space: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped at the server's deadline, though its session would wait for longer."""
+    threads = WorkerLimits().io_queues
+    names = on_disk(space, threads + 1)
+    hung = Hung(space, monkeypatch)
+    for name in names[:threads]:
+        load_one(space, LOADER, name, [])
+    until(lambda: hung.begun == threads)
+    monkeypatch.setattr(space, "_late_s", 0.05)
+    told: list[dict[int, RowError]] = []
+    behind = load_one(space, SAVER, names[-1], told, deadline_s=2 * PATIENCE_S)
+    until(lambda: (space.tick(), told)[1], seconds=PATIENCE_S)
+    assert set(told[0].values()) == {RowError.DEADLINE}
+    hung.now += 1
+    space.tick()
+    assert breaker_of(space)._failures == threads, "those that had begun"
+    space.ops_ended(SAVER, ended(behind, RowError.DEADLINE))
     hung.go_on.set()
     ticking(space, lambda: not space._reading)
