@@ -44,8 +44,9 @@ class Trials:
     def __init__(self, process: EngineProcess, folder: Path, model: Path, right: Reference) -> None:
         self._process, self._folder, self._number = process, folder, 0
         self._texts = windows(model, 2, 100, 150, seed=3)
-        self._other = [self._texts[0][60:0:-1]]  # begins as no other text
-        self._right = right([*self._texts, *self._other])
+        first, second = self._texts  # reversed, they begin as no other text
+        self._other, self._last = [first[60:0:-1]], [second[60:0:-1]]
+        self._right = right([*self._texts, *self._other, *self._last])
 
     def _ask(self, texts: list[list[int]], batch: int) -> list[Generation]:
         return answers(self._process, texts, batch=batch, max_tokens=SHORT)
@@ -66,12 +67,15 @@ class Trials:
         return all(answer.finish_reason == "length" for answer in got)
 
     def trial(self, *parts: str, harmless: bool = False) -> dict[str, Any]:
-        """Ask while parts raise, and once more; return what came of it."""
+        """Ask while parts raise, and once more; return what came of it.
+
+        The last text is asked alone: whatever else shares a batch, one has no load.
+        """
         self.turn(anew=True)
         self._ask(self._texts, 2)
         self._process.settle()
         self.turn(plant=parts, harmless=harmless)
-        got = self._ask([*self._texts, *self._other], 3)
+        got = self._ask([*self._texts, *self._other], 3) + self._ask(self._last, 1)
         said = self.turn()
         after = self._ask(self._texts, 2)
         return {**said, "same": self._same(got), "after": self._same(after)}
