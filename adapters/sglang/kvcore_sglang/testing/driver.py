@@ -224,9 +224,12 @@ class Driver(EngineDriver):
             await asyncio.sleep(0.05)
 
     async def _is_busy(self) -> bool:
-        """Return True if transfers of kvcore's are in flight; False if it does not serve."""
+        """Return True if transfers of kvcore's are in flight.
+
+        If kvcore has stood aside, what it had planned may never end, and nobody waits for it.
+        """
         try:
-            return any(state["in_flight"] for state in await self._states())
+            return any(state["in_flight"] and not state["aside"] for state in await self._states())
         except UnsupportedError:
             return False
 
