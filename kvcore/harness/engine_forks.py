@@ -9,7 +9,8 @@ On a CPU, a small model's engine spends most of its start in the import of vLLM 
 core, which a fork saves. A child leads its own process group. It has the log, the socket and
 the environment that a separate process would have. A mother makes the children of one interpreter,
 driver, environment, folder and set of cores. Environment variables that no import reads are each
-child's own (`_OF_A_CHILD`). At most `KEPT` mothers are kept.
+child's own (`_OF_A_CHILD`). At most `KEPT` mothers are kept. A child may run a program instead,
+which finds the engine imported.
 
 The driver's module has ``preload(model)``, which imports modules and starts no thread, and
 ``run(descriptor)``. ``preload`` returns the architectures of models whose engines can be forks of
@@ -25,6 +26,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -35,7 +37,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.errors import KVCoreError
 
@@ -46,7 +48,7 @@ KEPT = 3
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _LONGEST = 1 << 16
-"""Bytes of a message: a child's own environment, or its process id and names of architectures."""
+"""Bytes of a message: what a mother is told of a child, or what it tells of it."""
 _OF_A_TEST = "PYTEST_CURRENT_TEST"
 """An environment variable that changes with each test and that no engine reads."""
 _NOT_COMPARED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
@@ -102,8 +104,12 @@ def fork(
     log: Path,
     connection: socket.socket,
     timeout_s: float,
+    program: Sequence[str] = (),
 ) -> Child:
     """Fork a child that calls ``run`` of ``module`` with its end of a connection.
+
+    With ``program``, a file and its arguments, it runs that instead, as the interpreter would, and
+    has no use for the connection.
 
     ``path`` has folders from which the child imports first, as in PYTHONPATH. What the mother has
     imported it does not import again. If no mother has imported the module, start one and block
@@ -132,11 +138,19 @@ def fork(
         while len(_mothers) > KEPT:
             _mothers.pop(0).close()
         try:
-            return mother.fork({**own, "PYTHONPATH": path}, log, connection, timeout_s)
+            child = _Child({**own, "PYTHONPATH": path}, list(program))
+            return mother.fork(child, log, connection, timeout_s)
         except KVCoreError:
             _mothers.remove(mother)
             mother.close()
             raise
+
+
+class _Child(NamedTuple):
+    """What a mother is told of a child: its own environment, and the program that it runs."""
+
+    own: Mapping[str, str]
+    program: list[str]
 
 
 class _Mother:
@@ -167,14 +181,12 @@ class _Mother:
         fits = not self._architectures or architecture in self._architectures
         return fits and self._process.poll() is None
 
-    def fork(
-        self, own: Mapping[str, str], log: Path, connection: socket.socket, timeout_s: float
-    ) -> Child:
+    def fork(self, child: _Child, log: Path, connection: socket.socket, timeout_s: float) -> Child:
         status, theirs = _messages()
         with theirs, log.open("ab") as output:
             files = [connection.fileno(), output.fileno(), theirs.fileno()]
             with contextlib.suppress(OSError):  # the mother is gone; `_received` finds that below
-                socket.send_fds(self._socket, [json.dumps(own).encode()], files)
+                socket.send_fds(self._socket, [json.dumps(child).encode()], files)
         said = _received(status, timeout_s)
         if not said:
             status.close()
@@ -247,7 +259,7 @@ def _serve(module: str, model: str, descriptor: int) -> None:
             sys.stderr.flush()
             if os.fork() == 0:
                 asked.close()
-                _mind(driver, architectures, json.loads(message), *files)
+                _mind(driver, architectures, _Child(*json.loads(message)), *files)
             for file in files:
                 os.close(file)
 
@@ -274,7 +286,7 @@ def _as_written() -> Iterator[None]:
 def _mind(
     driver: Any,
     architectures: Iterable[str],
-    own: Mapping[str, str],
+    child: _Child,
     connection: int,
     log: int,
     status: int,
@@ -284,7 +296,7 @@ def _mind(
     pid = os.fork()
     if pid == 0:
         os.close(status)
-        _be_child(driver, own, connection, log)
+        _be_child(driver, child, connection, log)
     os.close(connection)
     os.close(log)
     with contextlib.suppress(OSError):  # the asking process is gone; the child notices that itself
@@ -294,8 +306,9 @@ def _mind(
     os._exit(0)
 
 
-def _be_child(driver: Any, own: Mapping[str, str], connection: int, log: int) -> None:
-    """Run the driver, and end the process without tearing down the modules."""
+def _be_child(driver: Any, child: _Child, connection: int, log: int) -> None:
+    """Run the driver or the program, and end the process without tearing down the modules."""
+    own, program = child
     os.setsid()
     path = own["PYTHONPATH"].split(os.pathsep)
     before = [folder for folder in path if folder and folder not in sys.path]
@@ -307,7 +320,12 @@ def _be_child(driver: Any, own: Mapping[str, str], connection: int, log: int) ->
     os.close(log)
     code = 0
     try:
-        driver.run(connection)
+        if program:
+            os.close(connection)
+            sys.argv[:] = program
+            runpy.run_path(program[0], run_name="__main__")
+        else:
+            driver.run(connection)
     except BaseException:  # noqa: BLE001  # as the interpreter would at its end
         traceback.print_exc()
         code = 1

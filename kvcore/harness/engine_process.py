@@ -50,7 +50,15 @@ from kvcore._util.threads import GuardedThread
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
 
-__all__ = ["EngineDied", "EngineFailed", "EngineProcess", "Generation", "sample_name", "serve"]
+__all__ = [
+    "EngineDied",
+    "EngineFailed",
+    "EngineProcess",
+    "Generation",
+    "run_program",
+    "sample_name",
+    "serve",
+]
 
 START_TIMEOUT_S = 900.0
 CALL_TIMEOUT_S = 600.0
@@ -153,7 +161,7 @@ class EngineProcess:
         self._closing = False
         self._socket, theirs = socket.socketpair()
         self._process: subprocess.Popen[bytes] | engine_forks.Child
-        module = _DRIVERS.get(engine, f"kvcore_{engine}.testing.driver")
+        module = _driver(engine)
         command = [str(python or sys.executable), "-m", module, str(theirs.fileno())]
         given = dict(env or {})
         try:
@@ -403,11 +411,9 @@ class EngineProcess:
             future.set_exception(self._died(what))
 
     def _died(self, what: str) -> EngineDied:
-        try:
-            tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-        except OSError:
-            tail = "(the log is gone)"
-        return EngineDied(f"the engine (process {self.pid}) {what}; its log ends:\n{tail}")
+        return EngineDied(
+            f"the engine (process {self.pid}) {what}; its log ends:\n{_tail(self.log)}"
+        )
 
     def _end(self, timeout_s: float) -> None:
         """Reap the child, end its descendants, and close socket and log."""
@@ -496,6 +502,75 @@ def _run(
             env=env,
             start_new_session=True,
         )
+
+
+def run_program(
+    engine: str,
+    model: str | Path,
+    program: Path,
+    *arguments: object,
+    path: Sequence[str | Path] = (),
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> str:
+    """Run a Python program in a process that has imported an engine; return what it prints.
+
+    ``path`` has folders from which it imports first, ``env`` environment variables to add, and
+    ``model`` says what the engine imports. Blocks until the program ends. Where engines cannot be
+    forks (`kvcore.harness.engine_forks`), the program imports the engine itself.
+
+    Raises:
+        EngineDied: it ended with an error, or not within ``timeout_s`` seconds, and was killed.
+    """
+    command = [str(program), *map(str, arguments)]
+    before = os.pathsep.join(map(str, path))
+    log = _temporary_log(engine)
+    ours, theirs = socket.socketpair()
+    process: subprocess.Popen[bytes] | engine_forks.Child
+    try:
+        with ours, theirs:
+            if engine_forks.possible():
+                process = engine_forks.fork(
+                    _driver(engine),
+                    model,
+                    python=sys.executable,
+                    env=_environment(engine, Path(sys.executable), env or {}),
+                    path=before,
+                    log=log,
+                    connection=theirs,
+                    timeout_s=START_TIMEOUT_S,
+                    program=command,
+                )
+            else:
+                given = {**(env or {}), "PYTHONPATH": before}
+                environment = _environment(engine, Path(sys.executable), given)
+                process = _run([sys.executable, *command], theirs, environment, log)
+        problem = ""
+        try:
+            if code := process.wait(timeout_s):
+                problem = f"ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            problem = f"did not end within {timeout_s:.0f} s"
+        with contextlib.suppress(ProcessLookupError):  # with what it has started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(CLOSE_TIMEOUT_S)
+        if problem:
+            raise EngineDied(f"{program.name} {problem}; its output ends:\n{_tail(log)}")
+        return log.read_text(errors="replace")
+    finally:
+        log.unlink(missing_ok=True)
+
+
+def _tail(log: Path) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+    except OSError:
+        return "(the log is gone)"
+
+
+def _driver(engine: str) -> str:
+    """Return the name of an engine's driver module."""
+    return _DRIVERS.get(engine, f"kvcore_{engine}.testing.driver")
 
 
 def _temporary_log(engine: str) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from kvcore.harness.compare import (
     sglang_tiers,
     small_engine,
 )
+from kvcore.harness.engine_process import run_program
 from kvcore.harness.prompts import windows
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -98,13 +97,9 @@ def test_weights_that_are_updated_in_place_find_nothing_of_before(
     prompts = windows(model, 3, 200, 500, seed=22)
     with engine(other, None, disable_radix_cache=True) as process:
         expected = [answer.token_ids for answer in answers(process, prompts)]
-    arguments = [str(model), str(other), json.dumps(kvcore), json.dumps(prompts)]
-    done = subprocess.run(
-        [sys.executable, SESSION, *arguments], capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    [line] = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]
+    arguments = [model, other, json.dumps(kvcore), json.dumps(prompts)]
+    said = run_program("sglang", model, SESSION, *arguments, timeout_s=300)
+    [line] = [line for line in said.splitlines() if line.startswith('{"answers"')]
     before, cold, warm = json.loads(line)["answers"]
     assert [answer["token_ids"] for answer in before] != expected
     assert [answer["token_ids"] for answer in cold] == expected

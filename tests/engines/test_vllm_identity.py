@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from kvcore.harness.compare import (
     warm,
 )
 from kvcore.harness.compare import small_engine as engine
-from kvcore.harness.engine_process import EngineProcess
+from kvcore.harness.engine_process import EngineProcess, run_program
 from kvcore.harness.models import tiny_lora, tiny_vision_model
 from kvcore.harness.prompts import mixed, windows
 from kvcore_devtools.servers import need_client, redis_like, servers
@@ -155,12 +153,9 @@ def test_a_session_never_reads_the_kv_of_another_sessions_picture(tmp_path: Path
         pixels = np.random.default_rng(seed).integers(0, 256, (56, 56, 3), dtype=np.uint8)
         pictures.append(tmp_path / f"{seed}.png")
         Image.fromarray(pixels).save(pictures[-1])
-    command = [sys.executable, SESSION, tiny_vision_model(), json.dumps(HOST), *pictures]
-    done = subprocess.run(
-        list(map(str, command)), env={**os.environ, **SPACE}, capture_output=True, text=True,
-        timeout=300, check=True,
-    )  # fmt: skip
-    right, got = map(json.loads, re.findall(r'^{"tokens".*', done.stdout, re.MULTILINE))
+    model = tiny_vision_model()
+    said = run_program("vllm", model, SESSION, model, json.dumps(HOST), *pictures, env=SPACE)
+    right, got = map(json.loads, re.findall(r'^{"tokens".*', said, re.MULTILINE))
     assert got == right | {"hits": 0}, "kvcore leaves sessions alone"
 
 

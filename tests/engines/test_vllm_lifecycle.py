@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcore.harness.compare import SPACE
+from kvcore.harness.engine_process import run_program
 from kvcore.harness.models import tiny_model
 from kvcore.testing.faults.process import write_injector
 
@@ -20,20 +18,15 @@ pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
 
 
-def run(program: str, *arguments: object, **env: str) -> list[dict[str, Any]]:
+def run(
+    program: str, model: Path, *arguments: object, plugin: Path | None = None
+) -> list[dict[str, Any]]:
     """Run a history in a process of its own; return what it prints."""
-    path = os.pathsep.join([*filter(None, [env.pop("PLUGIN", "")]), str(HERE), *sys.path])
-    done = subprocess.run(
-        [sys.executable, str(HERE / program), *map(str, arguments)],
-        env={**os.environ, **SPACE, "PYTHONPATH": path, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
+    path = [*([] if plugin is None else [plugin]), HERE]
+    said = run_program(
+        "vllm", model, HERE / program, model, *arguments, path=path, env=SPACE, timeout_s=500
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stdout[-4000:]
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +34,7 @@ def history(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     other = tiny_model("llama", layers=4, heads=4, kv_heads=2, head_dim=64, seed=5)
     disk, faults = tmp_path_factory.mktemp("kv"), tmp_path_factory.mktemp("faults")
     write_injector(faults)
-    return run("vllm_lifecycle.py", model, other, disk, faults, PLUGIN=str(faults))[-1]
+    return run("vllm_lifecycle.py", model, other, disk, faults, plugin=faults)[-1]
 
 
 def test_a_pause_renews_the_namespace_and_leaves_the_disk_alone(history: dict[str, Any]) -> None:

@@ -7,9 +7,6 @@ test's, because vLLM has none for a CPU (`kvcore_devtools.vllm_offloading`).
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvcore.harness.compare import SMALL
-from kvcore.harness.engine_process import EngineProcess, Generation
+from kvcore.harness.engine_process import EngineProcess, Generation, run_program
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import windows
 from support.environments import python_of
@@ -167,20 +164,11 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_errors_of_kvcore_and_of_its_medium_cost_hits_only(tmp_path: Path) -> None:
     """In each call of vLLM, in one engine: see the script."""
     model = model_of("llama")
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "vllm_tier_guard.py"), str(model), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [told] = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    said = run_program("vllm", model, HERE / "vllm_tier_guard.py", model, tmp_path, timeout_s=1200)
+    [told] = [line for line in said.splitlines() if line.startswith("{")]
     found = json.loads(told)
     assert {name: each["right"] for name, each in found.items()} == dict.fromkeys(found, True)
     assert [name for name, each in found.items() if each["cached"]] == ["nothing"]
     stops = {name for name, each in found.items() if each["stopped"]}
     assert stops == set(found) - {"nothing", "corrupt", "missing"}
-    assert "Failed to close mmap_obj" not in done.stdout + done.stderr
+    assert "Failed to close mmap_obj" not in said

@@ -13,6 +13,7 @@ from kvcore.errors import LayoutError
 from kvcore.fusion.ops import TorchFusion
 from kvcore.fusion.rows import Rows
 from kvcore_kernels.choose import launch, naive
+from support.budget import examples
 
 # Few values, so that many are equal, and all that sorting finds hard.
 SCORES = st.lists(
@@ -30,7 +31,7 @@ def listed(scores: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
 @given(scores=SCORES, count=st.integers(0, 45))
 @example(scores=[], count=3)
 @example(scores=[0.0, -0.0, 0.0], count=2)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_the_highest_in_order(scores: list[float], count: int) -> None:
     rows, values = listed(scores)
     assert torch.equal(launch.keep_top(rows, values, count), naive.keep_top(rows, values, count))
@@ -41,7 +42,7 @@ def test_the_highest_in_order(scores: list[float], count: int) -> None:
     bound=st.sampled_from([0.0, 1.0, -2.0, math.inf, -math.inf]) | st.floats(-1e3, 1e3),
     limits=st.lists(st.integers(0, 45), min_size=2, max_size=2).map(sorted),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_above_a_bound(scores: list[float], bound: float, limits: list[int]) -> None:
     ours, right = (twin.keep_above(*listed(scores), bound, *limits) for twin in (launch, naive))
     assert torch.equal(ours.number, right.number)

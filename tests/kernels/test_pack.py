@@ -17,6 +17,7 @@ from kvcore.model.shape import BlockShape
 from kvcore_kernels.pack import launch, naive
 from kvcore_kernels.pack.checks import LARGEST
 from kvcore_kernels.testing import ENGINES, arena_view, assert_same, normal, slot_view, twin
+from support.budget import examples
 
 FORMATS = sorted(LARGEST)
 
@@ -74,7 +75,7 @@ def native(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("native")
 class TestBothWays:
     @given(data=st.data())
-    @settings(max_examples=20)
+    @settings(max_examples=examples(20))
     def test_from_any_engine_and_back(self, data: st.DataObject) -> None:
         page, block = (
             data.draw(st.sampled_from([1, 16, 32])),
@@ -138,7 +139,7 @@ def round_trip(values: torch.Tensor, format: str) -> tuple[torch.Tensor, float]:
     format=st.sampled_from(FORMATS),
     exponent=st.integers(-90, 100),
 )
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_error_is_bounded(data: st.DataObject, format: str, exponent: int) -> None:
     """Half a step: of the scale for int8, of a sixteenth of the value or of 2^-10 for e4m3."""
     seed = data.draw(st.integers(0, 99))

@@ -14,7 +14,7 @@ import pytest
 
 from kvcore.errors import KVCoreError, UnsupportedError
 from kvcore.harness import engine_forks
-from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess
+from kvcore.harness.engine_process import EngineDied, EngineFailed, EngineProcess, run_program
 
 pytestmark = pytest.mark.slow  # most tests start a process
 
@@ -194,10 +194,7 @@ def test_kill_ends_what_the_engine_started(start: Start, tmp_path: Path) -> None
     engine = start(helper=True)
     engine.wait_ready()
     engine.kill()
-    deadline = time.monotonic() + 60
-    while _group_lives(engine.pid):
-        assert time.monotonic() < deadline, "a process of the group outlived kill()"
-        time.sleep(0.01)
+    _wait_until_gone(engine.pid)
     assert not (tmp_path / "ended").exists()
 
 
@@ -310,6 +307,36 @@ def test_modules_that_cannot_be_imported_say_why(start: Start) -> None:
     assert imports(start) > 0, "another is tried"
 
 
+PROGRAM = """
+import os, subprocess, sys
+import kvcore_fake.testing.driver as driver
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpgrp(), __name__, sys.argv[1:], driver.seen, os.environ.get("KVCORE_TRIED"), flush=True)
+if sys.argv[1] == "fails":
+    raise SystemExit("a reason")
+if sys.argv[1] == "hangs":
+    left.wait()
+"""
+
+
+@pytest.mark.parametrize("devices", [(), ("/dev/null",)], ids=["forked", "by itself"])
+def test_a_program_finds_the_engine_imported(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[str, ...]
+) -> None:
+    """It ends with all that it has started; if it fails or hangs, its output says why."""
+    monkeypatch.setattr(engine_forks, "_DEVICES", devices)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    said = run_program("fake", "a model", program, "one", 2, env={"KVCORE_TRIED": "here"})
+    group, told = said.splitlines()[-1].split(maxsplit=1)
+    assert told == f"__main__ ['one', '2'] {None if devices else 1} here"
+    _wait_until_gone(int(group))
+    with pytest.raises(EngineDied, match=r"(?s)program.py ended with exit code 1.*a reason"):
+        run_program("fake", "a model", program, "fails")
+    with pytest.raises(EngineDied, match=r"program.py did not end within 1 s"):
+        run_program("fake", "a model", program, "hangs", timeout_s=1)
+
+
 @forks
 def test_where_a_fork_could_wake_a_gpu_there_is_none(
     start: Start, monkeypatch: pytest.MonkeyPatch
@@ -321,6 +348,13 @@ def test_where_a_fork_could_wake_a_gpu_there_is_none(
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _wait_until_gone(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while _group_lives(group):
+        assert time.monotonic() < deadline, "a process of the group outlived its leader"
+        time.sleep(0.01)
 
 
 def _group_lives(group: int) -> bool:
