@@ -109,12 +109,14 @@ def _hicache(files: bool) -> Callable[[Sizes, Path], Arguments]:
     return arguments
 
 
-def _kvcore(disk: bool) -> Callable[[Sizes, Path], Arguments]:
+def _kvcore(disk: bool, *, planner: bool = False) -> Callable[[Sizes, Path], Arguments]:
     def arguments(sizes: Sizes, folder: Path) -> Arguments:
         size = sizes.host_nbytes
         extra: dict[str, Any] = {"host": {"capacity": size, "prefault": size}}
         if disk:
             extra["disk"] = {"path": str(folder / "disk"), "capacity": "16GiB"}
+        if planner:
+            extra["planner"] = {"enabled": True}
         linker = {
             "linker": "KVCoreLinker",
             "linker_module_path": "kvcore_sglang.linker",
@@ -137,6 +139,7 @@ CONTENDERS = {
         OnSGLang("hicache-file", _hicache(True)),
         OnSGLang("kvcore", _kvcore(False), prefaults=True),
         OnSGLang("kvcore-disk", _kvcore(True), prefaults=True),
+        OnSGLang("kvcore-planned", _kvcore(True, planner=True), prefaults=True),
     )
 }
 

@@ -168,23 +168,27 @@ class RequestRecorder:
         min_load_tokens: int,
         layerwise: bool,
         times_forwards: bool,
-    ) -> None:
+    ) -> LoadAdvisor | None:
         """Estimate with rates from `learn`, in an engine in which no other part learns rates.
 
-        ``times_forwards`` is True if `learn` will receive forwards. Does nothing if there are no
+        ``times_forwards`` is True if `learn` will receive forwards. Returns the planner, which
+        decides by the same rates, or None if planning is off. Does nothing if it is, there are no
         records and no saved time could be counted.
         """
-        if self.records or (times_forwards and config.metrics.enabled):
-            weigher = LoadAdvisor(
-                config,
-                model,
-                manager,
-                guessed_rates(model, read_paths),
-                min_load_tokens=min_load_tokens,
-                layerwise=layerwise,
-                times_forwards=times_forwards,
-            )
-            self.weigh_with(weigher, read_paths)
+        plans = config.planner.enabled
+        if not (plans or self.records or (times_forwards and config.metrics.enabled)):
+            return None
+        weigher = LoadAdvisor(
+            config,
+            model,
+            manager,
+            guessed_rates(model, read_paths),
+            min_load_tokens=min_load_tokens,
+            layerwise=layerwise,
+            times_forwards=times_forwards,
+        )
+        self.weigh_with(weigher, read_paths)
+        return weigher if plans else None
 
     def learn(
         self,

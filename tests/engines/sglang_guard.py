@@ -37,7 +37,7 @@ HELPERS = (
 """What the hooks call of their own module, besides SGLang's functions."""
 PRIVATE = {
     KVCoreLinker: ("_lookup", "_plan", "_inserted", "_tokens", "_namespace", "_prompt"),
-    Leader: ("_hit", "_plan_exact", "_load", "_pump", "_gather", "_send", "_complete", "_show"),
+    Leader: ("_bring", "_plan_exact", "_load", "_pump", "_gather", "_send", "_complete", "_show"),
     WorkerConnector: ("_submit", "_collect", "_settle", "_take", "_settle_failed"),
     LayerGate: ("_wait_until",),
 }

@@ -361,6 +361,22 @@ def test_requests_wait_for_a_tier_in_the_queue_and_hold_up_nobody(
         assert counted(process, SAVED, way="recompute") > 0, "it is counted by default"
 
 
+@exhaustive
+def test_a_slow_tier_is_left_alone_once_its_rates_are_known(
+    reference: Ask, model: Path, tmp_path: Path
+) -> None:
+    """Prefill of the tiny model takes milliseconds; every read of the tier half a second."""
+    kvcore, env, rules = _far_tier(tmp_path)
+    asked = windows(model, 8, 350, 400, seed=61)
+    with engine(model, kvcore | {"planner": {"enabled": True}}, env) as process:
+        write_rules(rules, Rule(Fault.LATENCY, Seam.TIER_READ, seconds=0.5))
+        for _ in range(4):
+            assert_same_answers(answers(process, asked, batch=1), reference(asked))
+            settle_and_empty(process)
+        assert counted(process, "kvcore_misses_total", reason="planned") > 0
+        assert counted(process, "kvcore_hits_total") > 0, "its rates were not known at first"
+
+
 # -- too little room ------------------------------------------------------------------------------
 
 

@@ -162,7 +162,7 @@ class SGLangRig:
         self.worker = WorkerConnector(parts, blends=self.blends, clock=clock)
         outbox, recorder = Outbox(), RequestRecorder.of(self.config)
         made = build_leader(self.config, model, outbox, recorder)
-        recorder.weigh_alone(
+        self.planning = recorder.weigh_alone(
             self.config,
             model,
             made.manager,
@@ -179,6 +179,7 @@ class SGLangRig:
                 outbox,
                 recorder,
                 self._fusion(made) if self.config.fusion.enabled else None,
+                self.planning,
             ),
             outbox,
             self.worker,

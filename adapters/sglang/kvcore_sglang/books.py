@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.fusion_scheduler import FusionRequest
+from kvcore.manager.load_advisor import PlanMemo
 from kvcore.model.keys import KeyChain
 from kvcore_sglang.fusion_scheduler import Asking
 from kvcore_sglang.staging import Wait
@@ -36,6 +37,7 @@ class Asked:
         asking: the input of fusion; None without fusion.
         wanted: fusion's state of the request.
         plan: the blend in the last lookup's result; None without a blend.
+        memo: the planner's decision; empty without a planner.
         wait: the blocks that the request waits for.
         held: the last lookup found that the request should stay in the queue.
         noted: (device tokens, blocks found) of the last lookup that was recorded.
@@ -53,6 +55,7 @@ class Asked:
     asking: Asking | None = None
     wanted: FusionRequest | None = None
     plan: BlendPlan | None = None
+    memo: PlanMemo = field(default_factory=PlanMemo)
     wait: Wait = field(default_factory=Wait)
     held: bool = False
     noted: tuple[int, int] | None = None

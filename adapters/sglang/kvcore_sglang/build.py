@@ -141,7 +141,7 @@ def _leader(
     model = served.model
     outbox, recorder = Outbox(model.world_size), RequestRecorder.of(config)
     parts = build_leader(config, model, outbox, recorder)
-    recorder.weigh_alone(
+    planning = recorder.weigh_alone(
         config,
         model,
         parts.manager,
@@ -151,7 +151,7 @@ def _leader(
         times_forwards=worker.times_forwards,
     )
     fusion = _fusion_leader(config, served, parts) if fuses else None
-    made = leader_parts(parts, outbox, recorder, fusion)
+    made = leader_parts(parts, outbox, recorder, fusion, planning)
     return Leader(config, model, made, outbox, worker, links, parts.open_tiers, publish)
 
 

@@ -1,6 +1,6 @@
 """The leader beside the scheduler of rank 0: decides what is loaded and saved, copies nothing.
 
-    lookup    keys, match; blocks on lower tiers are staged in host memory first
+    lookup    keys, match, plan; blocks on lower tiers are staged in host memory first
     load      looks up again, and loads only if all blocks are still verified in host memory
     inserted  saves the blocks that the tree has and no tier holds; offers wait for the saves
     _pump     handles reports, sends graphs that do not touch the engine's pages
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
 from kvcore.connector.step_transport import Outbox
 from kvcore.errors import KVCoreError
 from kvcore.manager.base import HOST, Hit, Lane, Planned, Source
+from kvcore.manager.load_policy import Action, Plan
 from kvcore.model.keys import KeyChain, Namespace
 from kvcore.model.spec import ModelDescription
 from kvcore.telemetry.metrics import Data
@@ -132,13 +134,16 @@ class Leader(LeaderCore[SglangFusionScheduler]):
         asked.resumed, asked.control = resumed, control
         if not control.load:
             return self._compute_all(rid, asked, tokens)
-        hit = self._hit(asked)
+        hit = self.manager.get_match(asked.chain.keys, asked.chain.namespace.digest)
         self._record_lookup(rid, asked, tokens, hit)
         asked.take(asking)
+        plan = self._weigh(asked, hit)
+        worth = asked.tokens if plan is None else plan.stop
+        self._bring(asked, hit, worth)
         asked.plan, asked.held = None, self._staging.waits(asked.wait)
         if asked.held:
             return 0
-        stop = min(hit.in_host * self._block, len(tokens)) // self._page * self._page
+        stop = min(hit.in_host * self._block, worth) // self._page * self._page
         asked.plan = self._blend(rid, asked, namespace, max(stop, device_tokens))
         if asked.held:
             return 0
@@ -150,10 +155,33 @@ class Leader(LeaderCore[SglangFusionScheduler]):
             self._staging.leave(asked.wait)
             if not asked.counted:  # a request is looked up again and again while it waits
                 asked.counted = True
-                self._missed_little(rid, hit, gain, device_tokens, asked.tokens)
+                self._count_miss(rid, asked, hit, gain, plan)
             return 0
+        if plan is not None:
+            self.recorder.planned(rid, plan, asked.tokens - device_tokens)
         asked.stop = stop
         return gain
+
+    def _weigh(self, asked: Asked, hit: Hit) -> Plan | None:
+        """Return what the planner expects to be fastest; None if nobody asks it.
+
+        It is not asked if there is little to load, or about a prompt that fusion may blend.
+        """
+        planning, asked.wait.most_s = self._planning, math.inf
+        gain = min(hit.depth * self._block, asked.tokens) - asked.device_tokens
+        blends = self._fusion is not None and asked.asking is not None
+        if planning is None or blends or gain < self._traits.min_load_tokens:
+            return None
+        plan = planning.plan(asked.memo, hit, asked.tokens + 1, asked.device_tokens)
+        asked.wait.most_s = asked.memo.deadline_s(math.inf)
+        return plan
+
+    def _count_miss(self, rid: str, asked: Asked, hit: Hit, gain: int, plan: Plan | None) -> None:
+        """Count a lookup that loads nothing, though ``gain`` tokens of ``hit`` could be loaded."""
+        if plan is not None and plan.action is Action.RECOMPUTE:
+            self.recorder.planned(rid, plan, asked.tokens - asked.device_tokens)
+        else:
+            self._missed_little(rid, hit, gain, asked.device_tokens, asked.tokens)
 
     def _compute_all(self, rid: str, asked: Asked, tokens: Tokens) -> int:
         """Count a request that asks for no load, once. Return 0: it loads nothing."""
@@ -224,17 +252,14 @@ class Leader(LeaderCore[SglangFusionScheduler]):
             self._staging.leave(asked.wait)
         return asked
 
-    def _hit(self, asked: Asked) -> Hit:
-        """Match the chain, and start to load matched blocks on lower tiers into host memory."""
-        keys, digest = asked.chain.keys, asked.chain.namespace.digest
-        hit = self.manager.get_match(keys, digest)
-        first, last = self._blocks(asked.device_tokens, asked.tokens)
-        last = min(hit.depth, last)
+    def _bring(self, asked: Asked, hit: Hit, stop: int) -> None:
+        """Start to load blocks of ``hit`` up to token ``stop`` from lower tiers to host memory."""
+        first, last = self._blocks(asked.device_tokens, stop)
+        last = min(hit.depth, last) if stop > asked.device_tokens else first
         found = hit.blocks_by_tier(first, last) if first < last else {}
         if _below(found) >= _below(asked.sources):  # blocks staged since then came from these tiers
             asked.sources = found
         self._staging.bring(asked.wait, hit, first, last)
-        return hit
 
     def _blend(self, rid: str, asked: Asked, namespace: Namespace, exact: int) -> BlendPlan | None:
         """Plan a blend from host memory of a prompt with exact KV up to ``exact``, or None."""

@@ -14,6 +14,7 @@ order of arrival. In parallel they would evict each other's blocks again and aga
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Wait:
         chunks: the number of blocks that each chunk needs there, by the chunk's last key.
         unsettled: a store has not answered yet, or there is no room to load more blocks now.
         since: the clock when the request first had to wait, in seconds.
+        most_s: the seconds that the request waits at most, if that is less than others wait.
     """
 
     ways: dict[bytes, Way] = field(default_factory=dict)
@@ -55,6 +57,7 @@ class Wait:
     chunks: dict[bytes, int] = field(default_factory=dict)
     unsettled: bool = False
     since: float | None = None
+    most_s: float = math.inf
 
     @property
     def blocks(self) -> int:
@@ -100,8 +103,9 @@ class Staging:
         return self.in_time(wait)
 
     def in_time(self, wait: Wait) -> bool:
-        """Return True if a waiting request has not reached `limit_s`."""
-        return wait.since is not None and self._clock() - wait.since < self.limit_s
+        """Return True if a waiting request has not reached `limit_s`, or its own limit."""
+        limit_s = min(self.limit_s, wait.most_s)
+        return wait.since is not None and self._clock() - wait.since < limit_s
 
     def leave(self, wait: Wait) -> None:
         """Remove a request that was loaded, computed or dropped. Idempotent."""
@@ -135,7 +139,8 @@ class Staging:
     def bring(self, wait: Wait, hit: Hit, first: int, stop: int) -> None:
         """Start to load blocks [first, stop) of a prompt into host memory.
 
-        Remote stores are asked for the blocks after ``hit``.
+        Remote stores are asked for the blocks after ``hit``. The load is given up after
+        ``wait.most_s``, if that is less than the deadline of loads.
         """
         wait.prefix = stop if first < stop else 0
         wait.unsettled = self._manager.ask_stores(hit, first)
@@ -170,7 +175,8 @@ class Staging:
                 wait.unsettled |= ready is Readiness.LATER
                 return
             try:
-                planned = self._manager.plan_fetch(hit, stop, deadline_s=self._deadline_s)
+                deadline_s = min(self._deadline_s, wait.most_s)
+                planned = self._manager.plan_fetch(hit, stop, deadline_s=deadline_s)
             except KVCoreError as error:  # an earlier load evicted its blocks
                 _log.debug("nothing staged: %s", error)
                 return
