@@ -61,7 +61,7 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
         accept(told, chain([9, *PROMPT[1:]]), 3.0)
     with pytest.raises(FormatError, match="another prompt"):
         accept(told, chain(PROMPT[:90]), 3.0)
-    with pytest.raises(FormatError, match="namespace"):
+    with pytest.raises(FormatError, match=r"namespace \(model, .* ranks and stages\)"):
         accept(told, chain(PROMPT, "tenant"), 3.0)
     with pytest.raises(FormatError, match=r"block\.tokens"):
         accept({**told, "block_tokens": 32}, chain(PROMPT), 3.0)
