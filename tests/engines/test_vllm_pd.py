@@ -206,13 +206,13 @@ def test_one_computes_and_the_other_answers(kind: Kind, tmp_path: Path) -> None:
     has: without any KV of kvcore's. The other learns of the first by promises alone, and waits for
     the last rank of the first, which has not yet stored its part."""
     told = {"logprobs": kind.in_detail}
-    documents, spoil = kind.prompts(1, 10), tmp_path / "spoil"
+    documents, spoil = kind.prompts(1, 11), tmp_path / "spoil"
     sizes = [kind.size(number) for number in range(2)]
     here, there = (f"127.0.0.1:{free_port(size)}" for size in sizes)
     consumer = settings(there, sizes[1], guests=["127.0.0.1"], guest_ports="1024-65535")
     with ExitStack() as started:
         first, second = both(kind, started, spoil, settings(here, sizes[0]), consumer)
-        asked, [foreign, lost, spoiled, held] = documents[:6], documents[6:]
+        asked, [foreign, lost, spoiled, held, halved] = documents[:6], documents[6:]
         got = split(first, second, asked, ANSWER, **told)
         expected = answers(first, documents, cache_salt="alone", **told)
         assert not any(answer.reused_tokens for answer in expected)
@@ -226,7 +226,7 @@ def test_one_computes_and_the_other_answers(kind: Kind, tmp_path: Path) -> None:
         late = second.submit(held, ANSWER, promise=prefill(first, held), **told)
         assert not wait([late], 1.0).done, "answered without what was promised"
         spoil.unlink()
-        assert_same(kind, [late.result(600)], expected[9:])
+        assert_same(kind, [late.result(600)], expected[9:10])
         assert_all_from("far", [late.result()], [kind.resumed(held)])
         promise = prefill(first, foreign)
         stranger = answers(second, [foreign], promise=promise, cache_salt="tenant", **told)
@@ -245,10 +245,15 @@ def test_one_computes_and_the_other_answers(kind: Kind, tmp_path: Path) -> None:
             assert wrong[0].tiers == {"far": kind.resumed(spoiled)}
             assert likelihoods(wrong) != pytest.approx(likelihoods(expected[8:9]), abs=AS_NEAR)
         promise = prefill(first, lost)
+        spoil.write_text("hold")
+        late = second.submit(halved, ANSWER, promise=prefill(first, halved), **told)
+        assert not wait([late], 1.0).done, "answered without what was promised"
         first.kill()
-        recomputed = answers(second, [lost], promise=promise, **told)
-        assert_same(kind, recomputed, expected[7:8])
-        assert recomputed[0].reused_tokens == 0, "there is nobody to have it from"
+        spoil.unlink()
+        recomputed = [late.result(600), *answers(second, [lost], promise=promise, **told)]
+        assert_same(kind, recomputed, [expected[10], expected[7]])
+        none = "there is nobody to have it from"
+        assert not any(answer.reused_tokens for answer in recomputed), none
 
 
 def serving(folder: Path, listen: str, **more: Any) -> list[str]:
