@@ -36,6 +36,7 @@ POINT_VERSION = 2
 """A promise of blocks and the resume point behind them has this version. Whoever cannot read it
 must not take it for one of blocks, which are of no use alone.
 """
+_NAMESPACE = "namespace (model, LoRA, secret, tenant; for some models also ranks and stages)"
 _Hex = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
 
 
@@ -123,7 +124,7 @@ def accept(
     for what, theirs, supported in (
         ("version", promise.version, _version(points)),
         ("block.tokens", promise.block_tokens, chain.block_tokens),
-        ("namespace (model, LoRA, secret or tenant)", promise.namespace, ours),
+        (_NAMESPACE, promise.namespace, ours),
     ):
         if theirs != supported:
             raise FormatError(f"it has the {what} {theirs}; supported here is {supported}")

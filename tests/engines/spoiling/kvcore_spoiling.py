@@ -10,11 +10,14 @@ variable ``KVCORE_SPOIL`` names has the mistake that is made at the time, if any
     stage     a load leaves out what the last stage of a pipeline has of them
     earlier   they are saved as those of the boundary before theirs
     fail      a load of a point fails
+    hold      of each block the part of the last rank, of the last stage, is not written to stores
+              until the file is gone
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from functools import wraps
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 from kvcore.connector.page_table import Paging
 from kvcore.errors import TransferError
 from kvcore.memory.points import PointCopies, PointMemory
+from kvcore.tiers.remote.tier import StoreTier
 from kvcore.worker.executors import DeviceCopy
 from kvcore_vllm import saves
 
@@ -153,5 +157,20 @@ def _spoil_saves() -> None:
     Paging._windows = shifted  # type: ignore[method-assign]
 
 
+def _hold_writes() -> None:
+    right = StoreTier.write
+
+    @wraps(right)
+    def holding(self: Any, requests: Any) -> Any:
+        part, shape = self._shard.part, self._shard.shape
+        last = (part.heads[1], part.layers[1]) == (shape.kv_heads, shape.layers)
+        while last and _order() == "hold":
+            time.sleep(0.02)
+        return right(self, requests)
+
+    StoreTier.write = holding  # type: ignore[method-assign]
+
+
 _spoil_loads()
 _spoil_saves()
+_hold_writes()

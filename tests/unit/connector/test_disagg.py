@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore._util.circuit_breaker import Breaker, BreakerState
@@ -22,16 +24,19 @@ from kvcore.manager import KVManager
 from kvcore.manager.base import Backing
 from kvcore.manager.remote_lookup import StoreLookup
 from kvcore.model.keys import KeyChain, Namespace
-from kvcore.model.parts import Part
+from kvcore.model.parts import Part, evenly
 from kvcore.model.points import PointCounts, PointRows
 from kvcore.model.shape import BlockShape
 from kvcore.telemetry.metrics import Metrics
+from kvcore.tiers import finder as polling
 from kvcore.tiers.base import BlockRead
 from kvcore.tiers.remote import Item, Promise, Shard, StoreFinder
 from kvcore.tiers.remote.memory import MemoryStore
+from kvcore.tiers.remote.shard_registry import ShardRegistry
 from kvcore.transfer.graph import Path, TransferGraph, UnitTable
 from kvcore.worker.executors import TierRead
 from kvcore_vllm.handover import Handover
+from support.budget import examples
 from support.transfers import load_blocks
 
 
@@ -61,7 +66,7 @@ def test_a_promise_is_taken_for_the_same_prompt_alone() -> None:
         accept(told, chain([9, *PROMPT[1:]]), 3.0)
     with pytest.raises(FormatError, match="another prompt"):
         accept(told, chain(PROMPT[:90]), 3.0)
-    with pytest.raises(FormatError, match="namespace"):
+    with pytest.raises(FormatError, match=r"namespace \(model, .* ranks and stages\)"):
         accept(told, chain(PROMPT, "tenant"), 3.0)
     with pytest.raises(FormatError, match=r"block\.tokens"):
         accept({**told, "block_tokens": 32}, chain(PROMPT), 3.0)
@@ -179,6 +184,66 @@ def test_what_is_promised_is_waited_for(leader: Leader, store: Filling) -> None:
     store.exists = then_some_come  # type: ignore[method-assign]
     assert leader.found(keys, Promise(6, 60.0)) == (6, "found")
     assert len(store.asked) > 3
+
+
+class Reporting(Filling):
+    """With nodes, which report the folders of what they hold."""
+
+    has_nodes = True
+
+    @property
+    def folders(self) -> set[str]:
+        return {name.rpartition("/")[0] for name in list(self.values)}
+
+    def exists_at(self, node: str, names: Sequence[str]) -> list[bool]:
+        return self.exists(names)
+
+
+WIDE = BlockShape(4, 2, 16, 8, "float32")
+SIZES = [
+    [Part(heads, layers) for heads in evenly(2, ranks) for layers in evenly(4, stages)]
+    for ranks in (1, 2)
+    for stages in (1, 2)
+]
+"""What the ranks of an engine have of a block, with one and two ranks in one and two stages."""
+
+
+@pytest.mark.parametrize("kind", [Filling, Reporting])
+@settings(max_examples=examples(30))
+@given(st.data())
+def test_an_engine_of_another_size_is_waited_for_until_all_its_ranks_have_stored(
+    kind: type[Filling], data: st.DataObject
+) -> None:
+    """Each of which stores its parts of the blocks in order, at its own pace."""
+    ours, theirs = (data.draw(st.sampled_from(SIZES)) for _ in range(2))
+    store, whole = kind(), Shard("kvcore", "base", Part.whole(WIDE), WIDE)
+    shards, others = ([whole.sibling(part) for part in parts] for parts in (ours, theirs))
+    registry = ShardRegistry(store, shards, every_s=0.0)
+    ShardRegistry(store, others, every_s=60.0, announces=True).refresh()
+    keys = chain(PROMPT).keys
+    order = data.draw(st.permutations([shard for shard in others for _ in keys]))
+    came = dict.fromkeys(others, 0)
+    exists = store.exists
+
+    def then_one_comes(names: Sequence[str]) -> list[bool]:
+        there = exists(names)
+        if order:
+            shard = order.pop()
+            store.put([Item(shard.name(keys[came[shard]]), [memoryview(b"?")])])
+            came[shard] += 1
+        return there
+
+    store.exists = then_one_comes  # type: ignore[method-assign]
+    with (
+        closing(StoreFinder(store, shards, name="far", registry=registry)) as finder,
+        patch.object(polling, "PROMISE_POLL_S", 0.0),
+    ):
+        query = finder.ask(keys, Promise(6, 60.0, "here:1" if store.has_nodes else ""))
+        assert query is not None
+        while not query.ended:
+            assert query.found <= min(came.values())
+            finder.wait(0.01)
+    assert (query.found, query.failed, set(came.values())) == (6, False, {6})
 
 
 def test_it_is_asked_for_though_it_was_not_there_a_moment_ago(
