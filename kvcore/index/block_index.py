@@ -105,9 +105,12 @@ class BlockIndex:
         """Return True if ``keys`` can be the chain of a prompt in ``namespace``. O(keys).
 
         That is so if the first ``held`` keys are reserved or published in a tier as one chain, and
-        no other key is known with a different parent. Check keys from another process with this:
-        to reserve keys that are no chain would break the invariants of the index.
+        no other key is known with a different parent, and no key comes twice. Check keys from
+        another process with this: to reserve keys that are no chain would break the invariants of
+        the index.
         """
+        if len(set(keys)) < len(keys):
+            return False
         table, parents = self._nodes.keys, self._nodes.parent
         space = self._nodes.space_ids.get(namespace)
         below, node = [], ROOT

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.model.points import PointRows, point_keys
+from kvcore.model.points import PointRows, ascending, has_row_among
 from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
@@ -184,20 +184,16 @@ class StoreLookup:
         ago, and a point is not of which a row could not be read.
         """
         found: dict[bytes, int] = {}
+        self._forget_expired()
+        unread = ascending(self._absent)  # there can be many points, of many rows
         for end in range(points.boundary(len(keys)), beyond, -points.every):
             last = points.last_row(keys, end)
             if self._is_absent(last):
                 if not found:
                     return {}
-            elif not self._lacks_row(points, keys, end):
+            elif not (unread and has_row_among(keys[end - 1], points.rows(end), unread)):
                 found[last] = end
         return found
-
-    def _lacks_row(self, points: PointRows, keys: Sequence[bytes], end: int) -> bool:
-        """Return True if a row of the point behind ``end`` blocks is known to be absent."""
-        if not self._absent:  # nearly always: there can be many points, of many rows
-            return False
-        return any(map(self._is_absent, point_keys(keys[end - 1], points.rows(end))))
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
         """Apply the answer about this prompt, if it has come or is late; else return None."""
@@ -221,20 +217,33 @@ class StoreLookup:
             start = self._index.held(self._tier, keys)
             return Believed(start, start, [], "absent" if outcome == "found" else outcome)
         chain = self._points.chain(keys, asked.ends[end])
-        return self._believe(asked, chain, len(chain), namespace, outcome)
+        believed = self._believe(asked, chain, len(chain), namespace, outcome)
+        if believed.stop < len(chain):  # there is no room: the prompt would be asked for for ever
+            self.absent(end)
+        return believed
 
     def _believe(
         self, asked: _Asked, keys: Sequence[bytes], found: int, namespace: bytes, outcome: str
     ) -> Believed:
-        """Let the first ``found`` of ``keys`` enter the index."""
-        start = self._index.held(self._tier, keys)
+        """Let the first ``found`` of ``keys`` enter the index, of a resume point all or none.
+
+        Nothing enters if other blocks have come meanwhile with which the keys are no chain.
+        """
+        start, whole = self._index.held(self._tier, keys), self._points is not None
         evicted: list[Evicted] = []
-        if asked.start <= start < found:
+        if (
+            asked.start <= start < found
+            and not (whole and found > self._index.most(self._tier, namespace))
+            and self._index.is_chain(keys[:found], start, namespace)
+        ):
             reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
-            self._index.lifecycle.commit(reservation)
-            if asked.query.node:
-                self._remember(keys[start:found], asked.query.node)
+            if whole and len(reservation) and reservation.stop < found:
+                self._index.lifecycle.abort(reservation)
+            else:
+                self._index.lifecycle.commit(reservation)
+                if asked.query.node:
+                    self._remember(keys[start:found], asked.query.node)
         return Believed(start, self._index.held(self._tier, keys), evicted, outcome)
 
     def nodes(self, keys: Sequence[bytes]) -> set[str]:
@@ -250,11 +259,16 @@ class StoreLookup:
 
     def absent(self, key: bytes) -> None:
         """Note that the store lacks this block, and do not ask for it for a while."""
-        now = self._clock()
         self._absent.pop(key, None)
-        self._absent[key] = now + self._finder.absent_s
-        oldest = next(iter(self._absent))
-        if len(self._absent) > ABSENT_KEPT or self._absent[oldest] <= now:
+        self._absent[key] = self._clock() + self._finder.absent_s
+        self._forget_expired()
+        if len(self._absent) > ABSENT_KEPT:
+            del self._absent[next(iter(self._absent))]
+
+    def _forget_expired(self) -> None:
+        """Forget the keys that may be asked for again, which are the oldest ones."""
+        now = self._clock()
+        while self._absent and self._absent[oldest := next(iter(self._absent))] <= now:
             del self._absent[oldest]
 
     def delete(self, keys: Sequence[bytes]) -> None:

@@ -341,8 +341,10 @@ class ModelCache:
         layers = [Span(*span) for span in asked.layers]
         if any(not 0 <= a < b <= self.model.layers for a, b in layers):
             raise FormatError(f"layers {layers} of {self.model.layers}")
-        if keys[asked.stop - 1] in self.manager.index:  # else the match has gone stale
+        if keys[asked.stop - 1] in self.manager.index:
             self._check_chain(keys[: asked.stop], asked.stop, asked.namespace)
+        elif asked.fetch:  # it would reserve keys that nobody has checked
+            raise BlockMissing("no tier holds the last block any more: match again")
         if asked.fetch:
             planned = self.manager.plan_fetch(hit, asked.stop, deadline_s=asked.deadline_s)
         else:
@@ -390,8 +392,8 @@ class ModelCache:
         """Raise FormatError if the keys are no prompt's chain: all sessions share the index."""
         if not self.manager.index.is_chain(keys, held, namespace):
             raise FormatError(
-                f"{len(keys)} keys are not a chain of one namespace: some of them are held with "
-                "other parents"
+                f"{len(keys)} keys are not a chain of one namespace: some of them come twice, or "
+                "are held with other parents"
             )
 
     def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:

@@ -228,6 +228,24 @@ def test_what_stands_on_other_blocks_is_not_loaded(space: ModelCache, names: lis
     assert space.manager.in_flight == 0
 
 
+@pytest.mark.parametrize("stop", [2, 3])
+def test_what_stands_on_other_blocks_is_not_fetched_though_its_end_is_not_there(
+    space: ModelCache, stop: int
+) -> None:
+    """A fetch reserves room before it looks where the blocks are."""
+    graph = space.save(m.SaveRequest(1, SAVER, OTHER[0], HERE), 1).graph
+    assert graph is not None
+    space.ops_ended(SAVER, ended(graph))
+    ticking(space, lambda: not space.background)
+    keys = [OTHER[0], NAMES[1], OTHER[1]][:stop]
+    found = [("host", 0, 1), ("disk", 1, stop)]
+    asked = m.LoadRequest(1, LOADER, m.join(keys), HERE, found, 0, stop, fetch=True)
+    with pytest.raises(KVCoreError, match="not a chain" if stop == 2 else "match again"):
+        space.load(asked, 1)
+    space.check_integrity()
+    assert space.manager.index.path(NAMES[3]) == NAMES
+
+
 def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     held = RuntimeDir(folder)
     config = settings(folder, fusion={"enabled": True})

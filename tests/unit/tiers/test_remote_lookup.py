@@ -427,6 +427,70 @@ def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) ->
         leader.finder.close()
 
 
+@pytest.mark.parametrize("promise", [None, Promise(6, 60.0)])
+@pytest.mark.parametrize("slots", [1, 6, 11, 12])
+def test_a_point_for_which_there_is_no_room_is_not_asked_for_for_ever(
+    store: Flaky, slots: int, promise: Promise | None
+) -> None:
+    """An engine computes a prompt once nothing more is asked about it."""
+    leader = Leader(store, slots, POINTS)
+    keys, other = keys_of(range(6)), keys_of(range(100, 101))
+    put(store, *POINTS.chain(keys, 6), *POINTS.chain(keys, 4))
+    hold_here(leader, other)
+    queries = 0
+    while leader.lookup.ask(keys, promise, beyond=resumable(leader, keys)):
+        queries, promise = queries + 1, None
+        assert queries < 5
+        while leader.lookup.settle(keys, SPACE) is None:
+            leader.finder.wait(0.1)
+        leader.index.check_integrity()
+    whole = slots >= len(POINTS.chain(keys, 6))
+    assert resumable(leader, keys) == (6 if whole else 0)
+    assert leader.index.held("far", other) == (not whole), "what is of no use evicts nothing"
+    leader.finder.close()
+
+
+def test_a_point_whose_room_is_in_use_is_not_asked_for_for_ever(store: Flaky) -> None:
+    leader = Leader(store, len(POINTS.chain(keys_of(range(6)), 6)), POINTS)
+    keys, other = keys_of(range(6)), keys_of(range(100, 101))
+    put(store, *POINTS.chain(keys, 6))
+    hold_here(leader, other)
+    pin = leader.index.pin("far", other[-1])
+    leader.find(keys)
+    assert leader.index.num_used("far") == 1, "a part of a point is of no use"
+    assert not leader.lookup.ask(keys)
+    leader.index.unpin(pin)
+    leader.now = 20
+    leader.find(keys)
+    assert resumable(leader, keys) == 6
+    leader.finder.close()
+
+
+def hold_here(leader: Leader, keys: Sequence[bytes], tier: str = "far") -> None:
+    index = leader.index
+    index.lifecycle.commit(index.lifecycle.reserve(tier, keys, 0, len(keys), SPACE))
+
+
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_keys_that_are_no_chain_when_the_answer_comes_are_not_believed(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """A server's sessions say which keys follow each other, and may change their words."""
+    leader = Leader(store, points=points)
+    keys, apart = keys_of(range(4)), key_of(50)
+    put(store, *POINTS.chain(keys, 4))
+    claimed = keys[2] if points is None else POINTS.last_row(keys, 4)
+    assert leader.lookup.ask(keys)
+    hold_here(leader, [apart, claimed], "host")
+    while leader.lookup.settle(keys, SPACE) is None:
+        leader.finder.wait(0.1)
+    leader.index.check_integrity()
+    assert leader.index.path(claimed) == [apart, claimed]
+    assert leader.index.num_used("far") == 0
+    assert not leader.lookup.ask(keys)
+    leader.finder.close()
+
+
 def promised(leader: Leader, keys: Sequence[bytes], promise: Promise, beyond: int = 0) -> str:
     """Wait for what is promised; the outcome. The finder's clock is a real one."""
     assert leader.lookup.ask(keys, promise, beyond=beyond)
