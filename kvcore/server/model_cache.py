@@ -479,8 +479,8 @@ class ModelCache:
         longest = min(claim.graph.deadline_s or self._late_s, self._late_s)
         alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,), deadline_s=longest)
         read.running = True
-        self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
         self._transport.submit(alone)
+        self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
 
     def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         read = claim.reads[op_id]
@@ -517,23 +517,23 @@ class ModelCache:
 
     def tick(self) -> None:
         """Take in what the server's own threads have ended, and keep room in the host tier."""
+        now = self._clock()  # first: what has waited for too long by now is dropped, and reported
         for report in self._transport.poll():
             reading = self._reading.pop(report.graph_id, None)
             if reading is None:
                 self.manager.complete(report)
             else:
                 self._read_ended(reading.claim, reading.op_id, report.failed)
-        self._blame_late()
+        self._blame_late(now)
         self.manager.maintain()
         self.admin.step()
 
-    def _blame_late(self) -> None:
+    def _blame_late(self, now: float) -> None:
         """Blame the tiers whose reads have begun and are late by the server's own deadline.
 
         A session gives its reads up at a deadline that it chose, so that proves nothing. Reads that
         wait behind others were dropped by then (`_begin`).
         """
-        now = self._clock()
         for reading in self._reading.values():
             if not reading.late and now - reading.since >= self._late_s:
                 reading.late = True

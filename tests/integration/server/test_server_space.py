@@ -405,3 +405,25 @@ def test_a_read_that_waits_behind_others_blames_no_tier(
     space.ops_ended(SAVER, ended(behind, RowError.DEADLINE))
     hung.go_on.set()
     ticking(space, lambda: not space._reading)
+
+
+def test_a_read_is_not_late_before_its_deadline_was_looked_at(
+    space: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take in reports takes time. A read that waits would be dropped at the next look only."""
+    [name] = on_disk(space, 1)
+    hung, poll = Hung(space, monkeypatch), space._transport.poll
+    load_one(space, LOADER, name, [])
+
+    def slow() -> list[OpReport]:
+        found = poll()
+        hung.now += space._late_s
+        return found
+
+    monkeypatch.setattr(space._transport, "poll", slow)
+    space.tick()
+    assert breaker_of(space)._failures == 0
+    space.tick()
+    assert breaker_of(space)._failures == 1
+    hung.go_on.set()
+    ticking(space, lambda: not space._reading)
