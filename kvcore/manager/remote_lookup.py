@@ -60,12 +60,18 @@ class _Wanted(NamedTuple):
 
 
 class _Asked(NamedTuple):
+    """A query from block ``start`` on.
+
+    ``ends`` has the number of blocks before each resume point that is looked for, by its last row.
+    ``promised`` are the blocks that are waited for, from the prompt's first.
+    """
+
     query: StoreQuery
     start: int
     limit: float
     owner: str
     ends: dict[bytes, int]
-    """By the last row of each resume point that is looked for, the number of blocks before it."""
+    promised: int
 
 
 class StoreLookup:
@@ -115,12 +121,18 @@ class StoreLookup:
         """Return True if an answer about this prompt is pending; send a query if it is worth one.
 
         Promised blocks are asked for even if they were absent a moment ago. Of a model with resume
-        points, those behind block ``beyond`` are.
+        points, those behind block ``beyond`` are. A promise takes the place of a query that does
+        not wait for it. A query is given up once all that was promised has come another way: the
+        first ``beyond`` blocks are there.
         """
         if not keys:
             return False
-        if keys[-1] in self._asked:
-            return True
+        if (pending := self._asked.get(keys[-1])) is not None:
+            awaited = pending.promised > 0
+            other = promise is not None and not (awaited and pending.query.node == promise.node)
+            if not other and not (awaited and pending.promised <= beyond):
+                return True
+            self._give_up(keys[-1])
         if self._points is None:
             wanted = self._wanted_blocks(keys, promise)
         else:
@@ -132,6 +144,7 @@ class StoreLookup:
         owner = self.owner_of(namespace)
         if not self._may_ask(node_only, owner):
             return False
+        promised = 0 if promise is None or wanted.promise is None else promise.blocks
         start, promise, ends = wanted.start, wanted.promise, wanted.ends
         look_for = None if ends is None else partial(_within, ends, start)
         query = self._finder.ask(wanted.keys[start:], promise, look_for)
@@ -140,7 +153,8 @@ class StoreLookup:
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
         if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner, ends or {})
+        limit = self._clock() + patience
+        self._asked[keys[-1]] = _Asked(query, start, limit, owner, ends or {}, promised)
         return True
 
     def _wanted_blocks(self, keys: Sequence[bytes], promise: Promise | None) -> _Wanted | None:
@@ -309,7 +323,11 @@ class StoreLookup:
             return
         mine = [key for key, asked in self._asked.items() if asked.owner == most]
         key = max(mine, key=lambda key: self._asked[key].limit)
-        given_up = self._asked.pop(key)
+        self._give_up(key)
+
+    def _give_up(self, last: bytes) -> None:
+        """Forget the query about the prompt that ends in block ``last``, with what it has found."""
+        given_up = self._asked.pop(last)
         self._finder.cancel(given_up.query)
         if not given_up.query.node_only:
             self._breaker.undecided()

@@ -534,6 +534,51 @@ def test_a_promised_point_is_asked_for_though_it_was_not_there_a_moment_ago(
     assert not pointed.lookup.ask(keys, beyond=4), "the longest was absent"
 
 
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_a_promise_counts_though_the_prompt_is_being_asked_for_without_it(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """Such as by a request that was aborted, and is sent again with the promise of another node."""
+    leader = Leader(store, points=points)
+    keys = keys_of(range(4))
+    store.gate.clear()
+    assert leader.lookup.ask(keys)
+    assert leader.lookup.ask(keys, Promise(4, 60.0))
+    assert leader.lookup.ask(keys), "who has no promise waits with the others"
+    assert len(leader.lookup._asked) == 1
+    store.gate.set()
+    calls = store.calls
+    while store.calls < calls + 3:
+        time.sleep(0.01)
+    put(store, *POINTS.chain(keys, 4))
+    while (believed := leader.lookup.settle(keys, SPACE)) is None:
+        leader.finder.wait(0.1)
+    assert believed.outcome == "found"
+    assert leader.index.match(keys).depths[1] == 4
+    assert leader.breaker.state is BreakerState.CLOSED
+    leader.finder.close()
+
+
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_what_was_promised_and_has_come_another_way_is_not_waited_for(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """A server's other engine saves it in host memory, and its store may get it late or never."""
+    leader = Leader(store, points=points)
+    keys = keys_of(range(8))
+    assert leader.lookup.ask(keys, Promise(4, 60.0))
+    query = leader.lookup._asked[keys[-1]].query
+    assert leader.lookup.ask(keys, beyond=3)
+    assert leader.lookup._asked[keys[-1]].query is query, "it is not all there"
+    while leader.lookup.ask(keys, beyond=4):
+        assert leader.lookup._asked[keys[-1]].query is not query
+        while leader.lookup.settle(keys, SPACE) is None:
+            leader.finder.wait(0.1)
+    assert not leader.finder._open
+    assert leader.breaker.state is BreakerState.CLOSED
+    leader.finder.close()
+
+
 def test_when_a_promises_time_is_over_a_shorter_point_is_taken(
     pointed: Leader, store: Flaky
 ) -> None:
