@@ -404,9 +404,7 @@ class ModelCache:
             if self._points is None or not self._points.has(keys, blocks):
                 raise FormatError(f"this model has no resume points behind {blocks} blocks")
             keys = [*self._points.chain(keys, blocks)]
-        held = self.manager.index.held(HOST, keys)
-        if held < len(keys):
-            self._check_chain(keys, held, asked.namespace)
+        self._check_chain(keys, self.manager.index.held(HOST, keys), asked.namespace)
         planned = self.manager.plan_save(keys[:blocks], asked.namespace, blocks, point=asked.point)
         return self._lend(planned, asked, ranks)
 

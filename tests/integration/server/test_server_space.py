@@ -228,6 +228,28 @@ def test_what_stands_on_other_blocks_is_not_loaded(space: ModelCache, names: lis
     assert space.manager.in_flight == 0
 
 
+def test_blocks_that_are_held_on_others_are_not_offered_to_a_tier_as_a_prompt(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A save of which all is there counts as a use, and a tier takes what is used often."""
+    held = RuntimeDir(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "selective", "admit_after": 2}
+    config = settings(folder, disk=disk)
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    graph = space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
+    assert graph is not None
+    space.ops_ended(SAVER, ended(graph))
+    for _ in range(2):
+        with pytest.raises(FormatError, match="not a chain"):
+            space.save(m.SaveRequest(1, SAVER, m.join(NAMES[1:]), HERE), 1)
+    assert space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph is None
+    ticking(space, lambda: not space.background)
+    space.check_integrity()
+    assert [space.used[tier][0] for tier in ("host", "disk")] == [4, 4]
+    space.close()
+    held.close()
+
+
 @pytest.mark.parametrize("stop", [2, 3])
 def test_what_stands_on_other_blocks_is_not_fetched_though_its_end_is_not_there(
     space: ModelCache, stop: int
