@@ -116,7 +116,7 @@ class BlockIndex:
         below, node = [], ROOT
         if held:
             last = table.get(keys[held - 1])
-            if last is None or not self._is_held(last):
+            if last is None or not self._state.is_held(last):
                 return False
             node = last
         while node != ROOT:
@@ -126,7 +126,7 @@ class BlockIndex:
             return False
         nodes = [table.get(key) for key in keys[held:]]
         for known, parent in zip(nodes, [below[0] if below else ROOT, *nodes], strict=False):
-            if known is not None and self._is_held(known) and parents[known] != parent:
+            if known is not None and self._state.is_held(known) and parents[known] != parent:
                 return False
         ends = below[:1] + [known for known in nodes if known is not None]
         return all(self._nodes.space[known] == space for known in ends)
@@ -216,10 +216,6 @@ class BlockIndex:
             table.check_integrity(self._nodes)
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _is_held(self, node: int) -> bool:
-        """Return True if a block, and so its ancestors, is in some tier and not being evicted."""
-        return any(RESERVED <= table.state[node] <= PUBLISHED for table in self._tables)
 
     def _somewhere(self, key: bytes) -> int:
         node = self._nodes.keys.get(key)

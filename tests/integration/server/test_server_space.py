@@ -250,6 +250,35 @@ def test_blocks_that_are_held_on_others_are_not_offered_to_a_tier_as_a_prompt(
     held.close()
 
 
+@pytest.mark.parametrize("there", [1, 2, 3])
+def test_blocks_that_change_parents_while_they_are_saved_harm_nobody(
+    folder: Path, tmp_path: Path, there: int
+) -> None:
+    """A tier is offered what a save has brought when it ends; the keys were checked before."""
+    held = RuntimeDir(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "selective", "admit_after": 2}
+    config = settings(folder, disk=disk)
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    begun = space.save(m.SaveRequest(1, SAVER, m.join(NAMES[: 4 - there]), HERE), 1).graph
+    assert begun is not None
+    space.ops_ended(SAVER, ended(begun))  # a first use of those that will be gone
+    first = space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
+    assert first is not None
+    space.clear(HERE)
+    moved = [OTHER[0], *NAMES[-there:]]
+    second = space.save(m.SaveRequest(1, LOADER, m.join(moved), HERE), 1).graph
+    assert second is not None
+    space.ops_ended(LOADER, ended(second))
+    space.ops_ended(SAVER, ended(first))
+    ticking(space, lambda: not space.background)
+    space.check_integrity()
+    assert space.manager.index.path(NAMES[3]) == moved
+    space.clear(HERE)
+    assert [space.used[tier][0] for tier in ("host", "disk")] == [0, 0]
+    space.close()
+    held.close()
+
+
 @pytest.mark.parametrize("stop", [2, 3])
 def test_what_stands_on_other_blocks_is_not_fetched_though_its_end_is_not_there(
     space: ModelCache, stop: int
