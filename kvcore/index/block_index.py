@@ -105,15 +105,18 @@ class BlockIndex:
         """Return True if ``keys`` can be the chain of a prompt in ``namespace``. O(keys).
 
         That is so if the first ``held`` keys are reserved or published in a tier as one chain, and
-        no other key is known with a different parent. Check keys from another process with this:
-        to reserve keys that are no chain would break the invariants of the index.
+        no other key is known with a different parent, and no key comes twice. Check keys from
+        another process with this: to reserve keys that are no chain would break the invariants of
+        the index.
         """
+        if len(set(keys)) < len(keys):
+            return False
         table, parents = self._nodes.keys, self._nodes.parent
         space = self._nodes.space_ids.get(namespace)
         below, node = [], ROOT
         if held:
             last = table.get(keys[held - 1])
-            if last is None or not self._is_held(last):
+            if last is None or not self._state.is_held(last):
                 return False
             node = last
         while node != ROOT:
@@ -123,7 +126,7 @@ class BlockIndex:
             return False
         nodes = [table.get(key) for key in keys[held:]]
         for known, parent in zip(nodes, [below[0] if below else ROOT, *nodes], strict=False):
-            if known is not None and self._is_held(known) and parents[known] != parent:
+            if known is not None and self._state.is_held(known) and parents[known] != parent:
                 return False
         ends = below[:1] + [known for known in nodes if known is not None]
         return all(self._nodes.space[known] == space for known in ends)
@@ -213,10 +216,6 @@ class BlockIndex:
             table.check_integrity(self._nodes)
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _is_held(self, node: int) -> bool:
-        """Return True if a block, and so its ancestors, is in some tier and not being evicted."""
-        return any(RESERVED <= table.state[node] <= PUBLISHED for table in self._tables)
 
     def _somewhere(self, key: bytes) -> int:
         node = self._nodes.keys.get(key)

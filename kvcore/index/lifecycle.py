@@ -28,10 +28,11 @@ class Lifecycle:
         Raises `KVCoreError` if the tier does not hold all blocks before ``start`` (see
         `BlockIndex.held`). To make room, the tier's policy evicts leaves of other prompts. If the
         namespace's tenant has a quota, its own leaves are evicted first (`kvcore.index.quotas`).
-        If that is not enough, the reservation is shorter than requested and may be empty. A block
-        that is being evicted is published again instead of stored twice. Nothing is visible until
-        `commit`. The caller must call `commit` or `abort` exactly once, unless the reservation is
-        empty.
+        If that is not enough, the reservation is shorter than requested and may be empty. It also
+        ends before a key that comes twice, or is held on another block: the keys are then no chain
+        (see `BlockIndex.is_chain`). A block that is being evicted is published again instead of
+        stored twice. Nothing is visible until `commit`. The caller must call `commit` or `abort`
+        exactly once, unless the reservation is empty.
         """
         table = self._state.table(tier)
         stop = min(stop, len(keys))
@@ -59,7 +60,12 @@ class Lifecycle:
         reservation.keys = list(keys[begin : begin + count])
         reservation.slots = table.pool.allocate(count)
         reservation.nodes = self._place(table, reservation, namespace)
-        reservation.live = count
+        reservation.live = len(reservation.nodes)
+        if reservation.live < count:
+            self._leave_rest(table, reservation)
+        if not reservation.live:
+            table.drop_child(parent)
+            return reservation
         table.open.add(reservation)
         if parent != ROOT and table.state[parent] != PUBLISHED:
             table.dependents.setdefault(parent, []).append(reservation)
@@ -138,7 +144,10 @@ class Lifecycle:
                 self._close_empty(table, cut)
 
     def _place(self, table: TierTable, reservation: Reservation, namespace: bytes) -> list[int]:
-        """Add the nodes of a reservation. The parent has already counted its new child."""
+        """Add the nodes of a reservation, up to a key that stands on another block.
+
+        The parent has already counted its new child.
+        """
         keys, parents, nodes = self._nodes.keys, self._nodes.parent, []
         slot_of, state, children = table.slot, table.state, table.children
         parent = reservation.parent
@@ -146,16 +155,25 @@ class Lifecycle:
             node = keys.get(key)
             if node is None:
                 node = self._make_node(key, parent, namespace)
+            elif parents[node] != parent and self._state.is_held(node):
+                break
             parents[node] = parent
             slot_of[node] = slot
             state[node] = RESERVED
             children[node] = 1
             nodes.append(node)
             parent = node
-        children[parent] = 0
+        if nodes:
+            children[parent] = 0
         if table.quotas is not None:
             table.quotas.entered(nodes)
         return nodes
+
+    def _leave_rest(self, table: TierTable, reservation: Reservation) -> None:
+        """Shorten a reservation to the nodes that it has."""
+        count = len(reservation.nodes)
+        table.pool.free_all(reservation.slots[count:].tolist())
+        reservation.slots, reservation.keys = reservation.slots[:count], reservation.keys[:count]
 
     def _make_node(self, key: bytes, parent: int, namespace: bytes) -> int:
         self._state.reserve_nodes(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 from kvcore.errors import ConfigError, KVCoreError
-from kvcore.index.tables import NONE, PUBLISHED, NodeTable, TierTable
+from kvcore.index.tables import NONE, PUBLISHED, RESERVED, NodeTable, TierTable
 from kvcore.index.values import Event, Evicted, TierSpec
 from kvcore.model.keys import ROOT_PARENT
 
@@ -41,6 +41,10 @@ class IndexState:
                 "before using its slot"
             )
         return node
+
+    def is_held(self, node: int) -> bool:
+        """Return True if a block, and so its ancestors, is in some tier and not being evicted."""
+        return any(RESERVED <= table.state[node] <= PUBLISHED for table in self.tables)
 
     def depth(self, table: TierTable, keys: Sequence[bytes], least: int) -> int:
         """Count the leading blocks in the states ``least`` .. PUBLISHED, by bisection.

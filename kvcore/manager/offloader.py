@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvcore.errors import KVCoreError
 from kvcore.index import BlockIndex, Evicted, Eviction, Reservation
 from kvcore.manager.base import HOST, Backing, Planned, WritePolicy
 from kvcore.manager.inflight import Flight, Flights, Target
@@ -198,15 +199,20 @@ class Offloader:
             self._index.unpin(pin)
             self._metrics.save_skipped(SaveSkip.NO_ROOM, stop - start)
             return None
-        stop = written[-1].stop
+        flight, stop = Flight(keys, start, written, pins=[pin]), written[-1].stop
+        try:
+            slots = self._index.slots(HOST, keys, start, stop).tolist()
+        except KVCoreError:  # a session of a server has saved some of them on other blocks since
+            self._flights.release(flight)
+            return None
         graph = build_spill(
             next(self._flights.ids),
             Chain.of(keys, namespace, Span(start, stop)),
-            self._index.slots(HOST, keys, start, stop).tolist(),
+            slots,
             sink,
             batch_rows=self._flights.batch,
         )
-        self._send(Flight(keys, start, written, pins=[pin]), graph)
+        self._send(flight, graph)
         return graph
 
     def _reserve_sink(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from kvcore._util.circuit_breaker import Breaker
 from kvcore.index import BlockIndex, Evicted
-from kvcore.model.points import PointRows, point_keys
+from kvcore.model.points import PointRows, ascending, has_row_among
 from kvcore.tiers.finder import MAX_OPEN, Finder, Promise, StoreQuery
 
 ABSENT_KEPT = 65536
@@ -60,12 +60,18 @@ class _Wanted(NamedTuple):
 
 
 class _Asked(NamedTuple):
+    """A query from block ``start`` on.
+
+    ``ends`` has the number of blocks before each resume point that is looked for, by its last row.
+    ``promised`` are the blocks that are waited for, from the prompt's first.
+    """
+
     query: StoreQuery
     start: int
     limit: float
     owner: str
     ends: dict[bytes, int]
-    """By the last row of each resume point that is looked for, the number of blocks before it."""
+    promised: int
 
 
 class StoreLookup:
@@ -115,12 +121,18 @@ class StoreLookup:
         """Return True if an answer about this prompt is pending; send a query if it is worth one.
 
         Promised blocks are asked for even if they were absent a moment ago. Of a model with resume
-        points, those behind block ``beyond`` are.
+        points, those behind block ``beyond`` are. A promise takes the place of a query that does
+        not wait for it. A query is given up once all that was promised has come another way: the
+        first ``beyond`` blocks are there.
         """
         if not keys:
             return False
-        if keys[-1] in self._asked:
-            return True
+        if (pending := self._asked.get(keys[-1])) is not None:
+            awaited = pending.promised > 0
+            other = promise is not None and not (awaited and pending.query.node == promise.node)
+            if not other and not (awaited and pending.promised <= beyond):
+                return True
+            self._give_up(keys[-1])
         if self._points is None:
             wanted = self._wanted_blocks(keys, promise)
         else:
@@ -132,6 +144,7 @@ class StoreLookup:
         owner = self.owner_of(namespace)
         if not self._may_ask(node_only, owner):
             return False
+        promised = 0 if promise is None or wanted.promise is None else promise.blocks
         start, promise, ends = wanted.start, wanted.promise, wanted.ends
         look_for = None if ends is None else partial(_within, ends, start)
         query = self._finder.ask(wanted.keys[start:], promise, look_for)
@@ -140,7 +153,8 @@ class StoreLookup:
         patience = self._finder.lookup_s + (0.0 if promise is None else promise.wait_s)
         if not node_only:
             self._breaker.started()
-        self._asked[keys[-1]] = _Asked(query, start, self._clock() + patience, owner, ends or {})
+        limit = self._clock() + patience
+        self._asked[keys[-1]] = _Asked(query, start, limit, owner, ends or {}, promised)
         return True
 
     def _wanted_blocks(self, keys: Sequence[bytes], promise: Promise | None) -> _Wanted | None:
@@ -184,20 +198,16 @@ class StoreLookup:
         ago, and a point is not of which a row could not be read.
         """
         found: dict[bytes, int] = {}
+        self._forget_expired()
+        unread = ascending(self._absent)  # there can be many points, of many rows
         for end in range(points.boundary(len(keys)), beyond, -points.every):
             last = points.last_row(keys, end)
             if self._is_absent(last):
                 if not found:
                     return {}
-            elif not self._lacks_row(points, keys, end):
+            elif not (unread and has_row_among(keys[end - 1], points.rows(end), unread)):
                 found[last] = end
         return found
-
-    def _lacks_row(self, points: PointRows, keys: Sequence[bytes], end: int) -> bool:
-        """Return True if a row of the point behind ``end`` blocks is known to be absent."""
-        if not self._absent:  # nearly always: there can be many points, of many rows
-            return False
-        return any(map(self._is_absent, point_keys(keys[end - 1], points.rows(end))))
 
     def settle(self, keys: Sequence[bytes], namespace: bytes) -> Believed | None:
         """Apply the answer about this prompt, if it has come or is late; else return None."""
@@ -221,20 +231,33 @@ class StoreLookup:
             start = self._index.held(self._tier, keys)
             return Believed(start, start, [], "absent" if outcome == "found" else outcome)
         chain = self._points.chain(keys, asked.ends[end])
-        return self._believe(asked, chain, len(chain), namespace, outcome)
+        believed = self._believe(asked, chain, len(chain), namespace, outcome)
+        if believed.stop < len(chain):  # there is no room: the prompt would be asked for for ever
+            self.absent(end)
+        return believed
 
     def _believe(
         self, asked: _Asked, keys: Sequence[bytes], found: int, namespace: bytes, outcome: str
     ) -> Believed:
-        """Let the first ``found`` of ``keys`` enter the index."""
-        start = self._index.held(self._tier, keys)
+        """Let the first ``found`` of ``keys`` enter the index, of a resume point all or none.
+
+        Nothing enters if other blocks have come meanwhile with which the keys are no chain.
+        """
+        start, whole = self._index.held(self._tier, keys), self._points is not None
         evicted: list[Evicted] = []
-        if asked.start <= start < found:
+        if (
+            asked.start <= start < found
+            and not (whole and found > self._index.most(self._tier, namespace))
+            and self._index.is_chain(keys[:found], start, namespace)
+        ):
             reservation = self._index.lifecycle.reserve(self._tier, keys, start, found, namespace)
             evicted = reservation.evicted
-            self._index.lifecycle.commit(reservation)
-            if asked.query.node:
-                self._remember(keys[start:found], asked.query.node)
+            if whole and len(reservation) and reservation.stop < found:
+                self._index.lifecycle.abort(reservation)
+            else:
+                self._index.lifecycle.commit(reservation)
+                if asked.query.node:
+                    self._remember(keys[start:found], asked.query.node)
         return Believed(start, self._index.held(self._tier, keys), evicted, outcome)
 
     def nodes(self, keys: Sequence[bytes]) -> set[str]:
@@ -250,11 +273,16 @@ class StoreLookup:
 
     def absent(self, key: bytes) -> None:
         """Note that the store lacks this block, and do not ask for it for a while."""
-        now = self._clock()
         self._absent.pop(key, None)
-        self._absent[key] = now + self._finder.absent_s
-        oldest = next(iter(self._absent))
-        if len(self._absent) > ABSENT_KEPT or self._absent[oldest] <= now:
+        self._absent[key] = self._clock() + self._finder.absent_s
+        self._forget_expired()
+        if len(self._absent) > ABSENT_KEPT:
+            del self._absent[next(iter(self._absent))]
+
+    def _forget_expired(self) -> None:
+        """Forget the keys that may be asked for again, which are the oldest ones."""
+        now = self._clock()
+        while self._absent and self._absent[oldest := next(iter(self._absent))] <= now:
             del self._absent[oldest]
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -295,7 +323,11 @@ class StoreLookup:
             return
         mine = [key for key, asked in self._asked.items() if asked.owner == most]
         key = max(mine, key=lambda key: self._asked[key].limit)
-        given_up = self._asked.pop(key)
+        self._give_up(key)
+
+    def _give_up(self, last: bytes) -> None:
+        """Forget the query about the prompt that ends in block ``last``, with what it has found."""
+        given_up = self._asked.pop(last)
         self._finder.cancel(given_up.query)
         if not given_up.query.node_only:
             self._breaker.undecided()

@@ -47,7 +47,8 @@ size. Rows are as many as the stage needs that needs most of them:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -66,6 +67,8 @@ __all__ = [
     "StateGroup",
     "WindowGroup",
     "WindowRow",
+    "ascending",
+    "has_row_among",
     "is_point_row",
     "last_point_key",
     "over_stages",
@@ -87,6 +90,23 @@ def point_keys(block: bytes, rows: int) -> tuple[bytes, ...]:
 def last_point_key(block: bytes, rows: int) -> bytes:
     """Return the last of `point_keys`."""
     return _key((int.from_bytes(block, "big") ^ _MASK) + rows - 1)
+
+
+def ascending(keys: Iterable[bytes]) -> list[int]:
+    """Return the numbers of keys for `has_row_among`."""
+    return sorted(int.from_bytes(key, "big") for key in keys)
+
+
+def has_row_among(block: bytes, rows: int, numbers: Sequence[int]) -> bool:
+    """Return True if a row of the point behind a block is among keys, by their `ascending` numbers.
+
+    It takes a microsecond, however many rows the point has.
+    """
+    first = int.from_bytes(block, "big") ^ _MASK
+    at = bisect_left(numbers, first)
+    if at < len(numbers) and numbers[at] < first + rows:
+        return True
+    return bool(numbers) and numbers[0] < first + rows - _KEYS  # they go on from zero
 
 
 def is_point_row(key: bytes, parent: bytes) -> bool:

@@ -341,8 +341,10 @@ class ModelCache:
         layers = [Span(*span) for span in asked.layers]
         if any(not 0 <= a < b <= self.model.layers for a, b in layers):
             raise FormatError(f"layers {layers} of {self.model.layers}")
-        if keys[asked.stop - 1] in self.manager.index:  # else the match has gone stale
+        if keys[asked.stop - 1] in self.manager.index:
             self._check_chain(keys[: asked.stop], asked.stop, asked.namespace)
+        elif asked.fetch:  # it would reserve keys that nobody has checked
+            raise BlockMissing("no tier holds the last block any more: match again")
         if asked.fetch:
             planned = self.manager.plan_fetch(hit, asked.stop, deadline_s=asked.deadline_s)
         else:
@@ -390,8 +392,8 @@ class ModelCache:
         """Raise FormatError if the keys are no prompt's chain: all sessions share the index."""
         if not self.manager.index.is_chain(keys, held, namespace):
             raise FormatError(
-                f"{len(keys)} keys are not a chain of one namespace: some of them are held with "
-                "other parents"
+                f"{len(keys)} keys are not a chain of one namespace: some of them come twice, or "
+                "are held with other parents"
             )
 
     def save(self, asked: SaveRequest, ranks: int) -> LaunchReply:
@@ -402,9 +404,7 @@ class ModelCache:
             if self._points is None or not self._points.has(keys, blocks):
                 raise FormatError(f"this model has no resume points behind {blocks} blocks")
             keys = [*self._points.chain(keys, blocks)]
-        held = self.manager.index.held(HOST, keys)
-        if held < len(keys):
-            self._check_chain(keys, held, asked.namespace)
+        self._check_chain(keys, self.manager.index.held(HOST, keys), asked.namespace)
         planned = self.manager.plan_save(keys[:blocks], asked.namespace, blocks, point=asked.point)
         return self._lend(planned, asked, ranks)
 
@@ -477,8 +477,8 @@ class ModelCache:
         longest = min(claim.graph.deadline_s or self._late_s, self._late_s)
         alone = msgspec.structs.replace(claim.graph, graph_id=number, ops=(op,), deadline_s=longest)
         read.running = True
-        self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
         self._transport.submit(alone)
+        self._reading[alone.graph_id] = _Reading(claim, op_id, self._clock())
 
     def _read_ended(self, claim: _Claim, op_id: int, failed: dict[int, RowError]) -> None:
         read = claim.reads[op_id]
@@ -515,23 +515,23 @@ class ModelCache:
 
     def tick(self) -> None:
         """Take in what the server's own threads have ended, and keep room in the host tier."""
+        now = self._clock()  # first: what has waited for too long by now is dropped, and reported
         for report in self._transport.poll():
             reading = self._reading.pop(report.graph_id, None)
             if reading is None:
                 self.manager.complete(report)
             else:
                 self._read_ended(reading.claim, reading.op_id, report.failed)
-        self._blame_late()
+        self._blame_late(now)
         self.manager.maintain()
         self.admin.step()
 
-    def _blame_late(self) -> None:
+    def _blame_late(self, now: float) -> None:
         """Blame the tiers whose reads have begun and are late by the server's own deadline.
 
         A session gives its reads up at a deadline that it chose, so that proves nothing. Reads that
         wait behind others were dropped by then (`_begin`).
         """
-        now = self._clock()
         for reading in self._reading.values():
             if not reading.late and now - reading.since >= self._late_s:
                 reading.late = True

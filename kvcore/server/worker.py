@@ -11,6 +11,7 @@ graphs that come meanwhile are refused at once: no step of the engine waits.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -153,20 +154,41 @@ class ServedWorker(KVWorker):
         """Submit a graph as `KVWorker.submit` does.
 
         Refuses it if its session is over or, as not ready, while the session's arena is pinned.
-        Without the tender no session can be joined or left: this rank takes no more work.
+        Without the tender no session can be joined or left: this rank takes no more work. No other
+        rank waits for the reads of a graph that is refused here.
         """
+        with self._joining:
+            refused = self._begin(graph, wave, after)
+            if refused:
+                self._withdraw_refused(graph)
+            return refused
+
+    def _begin(self, graph: TransferGraph, wave: int | None, after: Event | None) -> list[OpReport]:
         if self._tender.error is not None:
             return refuse(graph, RowError.REFUSED)
-        with self._joining:
+        try:
+            ready = self._join(graph)
+        except KVCoreError as error:
+            _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
+            return refuse(graph, RowError.IO)
+        if not ready:
+            _log.debug("graph refused graph=%d: memory is being pinned", graph.graph_id)
+            return refuse(graph, RowError.NOT_READY)
+        return super().submit(graph, wave, after)
+
+    def _withdraw_refused(self, graph: TransferGraph) -> None:
+        session = session_of(graph.graph_id)
+        if not session or not any(op.path.reads_tier for op in graph.ops):
+            return
+        secret = None
+        if session != self._session:
             try:
-                ready = self._join(graph)
-            except KVCoreError as error:
-                _log.warning("graph refused graph=%d: %s", graph.graph_id, error)
-                return refuse(graph, RowError.IO)
-            if not ready:
-                _log.debug("graph refused graph=%d: memory is being pinned", graph.graph_id)
-                return refuse(graph, RowError.NOT_READY)
-            return super().submit(graph, wave, after)
+                held = SessionLock(self._folder, f"session-{session}")
+            except KVCoreError:
+                return  # it is over for all ranks
+            with contextlib.closing(held):
+                secret = bytes.fromhex(held.metadata()["secret"])
+        self._reads.withdraw(graph.graph_id, secret)
 
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)
@@ -192,8 +214,6 @@ class ServedWorker(KVWorker):
         if arena is None:
             held.close()
             self._wake.set()
-            if any(op.path.reads_tier for op in graph.ops):
-                self._reads.withdraw(graph.graph_id, bytes.fromhex(told["secret"]))
             return False
         self._link.renew()  # its folder may be a new one
         layers = range(*self._part.layers)

@@ -32,13 +32,15 @@ _log = logging.getLogger("kvcore.vllm")
 _SECTIONS = ("block", "namespace", "host", "points", "transfer", "fusion", "vllm")
 """The tables of settings by which ranks and leader must go alike.
 
-Of ``[tiers]`` these are the names, plugins and capacities. Options may name a machine's own
-addresses: what one rank does not find where another has stored it is a miss. Of ``[disk]`` it is
-all but `_OF_A_MACHINE`.
+Of ``[tiers]`` these are the names, plugins and capacities, and whether a tier is encrypted. Options
+may name a machine's own addresses: what one rank does not find where another has stored it is a
+miss. Of ``[disk]`` it is all but `_OF_A_MACHINE`.
 """
-_OF_A_MACHINE = {"path", "key_env", "key_file"}
-"""Settings of a disk that each machine has for itself. Whether there is a disk, and whether it is
-encrypted, is the same on all."""
+_KEYS = {"key_env", "key_file"}
+"""Places of a key. Each machine has its own; whether there is one is the same on all."""
+_OF_A_MACHINE = {"path", *_KEYS}
+"""Settings of a disk that each machine has for itself. Whether there is a disk is the same on all.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ())
     ``hooks`` are the identities of the plugins that change attention. The fingerprint of the model
     is left out: it is the leader's that counts, and a rank's may differ.
     """
-    tiers = {name: (tier.plugin, tier.capacity) for name, tier in config.tiers.items()}
+    tiers = {
+        name: (tier.plugin, tier.capacity, any(tier.options.get(key) for key in _KEYS))
+        for name, tier in config.tiers.items()
+    }
     parts: dict[str, Any] = {name: getattr(config, name).model_dump() for name in _SECTIONS}
     disk = config.disk
     parts |= {

@@ -121,6 +121,7 @@ def test_a_server_is_refused_by_name() -> None:
         ({"disk": {"capacity": "2MiB"}}, "disk"),
         ({"disk": {"key_file": "/kv.key"}}, "disk"),
         ({"tiers": {"far": {**STORE, "capacity": "2MiB"}}}, "tiers"),
+        ({"tiers": {"far": {**STORE, "options": {"key_file": "/kv.key"}}}}, "tiers"),
     ],
 )
 def test_other_settings_are_named(tables: dict[str, Any], name: str) -> None:
@@ -138,10 +139,16 @@ def test_another_model_or_plugin_is_named() -> None:
 
 def test_what_a_machine_may_have_of_its_own() -> None:
     """Addresses of stores, folders, and the identity of a model that changes while it is loaded."""
-    here = {"disk": {"path": "/kv/here", "key_file": "/kv.key"}}
-    there = {"disk": {"path": "/kv/there", "key_env": "KV_KEY"}}
-    options = {"tiers": {"far": {**STORE, "options": {"name": "there"}}}}
-    own, other = terms_of(config(**here), MODEL), terms_of(config(**there, **options), MODEL)
+
+    def options(**given: str) -> dict[str, Any]:
+        return {"tiers": {"far": {**STORE, "options": given}}}
+
+    here = {"disk": {"path": "/kv/here", "key_file": "/kv.key"}, **options(key_file="/kv.key")}
+    there = {
+        "disk": {"path": "/kv/there", "key_env": "KV_KEY"},
+        **options(name="there", key_env="KV_KEY"),
+    }
+    own, other = terms_of(config(**here), MODEL), terms_of(config(**there), MODEL)
     loaded = terms_of(config(**here), replace(MODEL, fingerprint=b"other"))
     assert own == other == loaded == pickle.loads(pickle.dumps(own))
     check_terms(own, {(0, 0): other, (0, 1): loaded}, 1, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcore.config import Config
+from kvcore.errors import TierUnavailable
 from kvcore.memory import pinned
 from kvcore.server import client as client_module
 from kvcore.server import worker as worker_module
@@ -268,3 +269,40 @@ def test_no_rank_waits_for_a_read_that_another_has_refused(
         return sum(found.values()) == 96
 
     until(reused)
+
+
+@pytest.mark.parametrize("why", ["its queue is full", "it cannot join", "it joins nobody any more"])
+def test_no_rank_waits_for_a_read_that_another_cannot_take(
+    start: Start, engine: Any, plain: Any, folder: Path, tmp_path: Path, why: str
+) -> None:
+    disk = {"path": str(tmp_path / "disk"), "capacity": "1MiB"}
+    config = settings(folder, disk=disk, transfer={"load_deadline_s": 3600.0})
+    server = start(config)
+    serving = engine(config, ranks=2, prefix_cache=False)
+    serve_until_reused(serving, plain)
+    until(lambda: server.idle)
+    keeper, worker = serving.leader.manager.keeper, serving.workers[1].worker
+    before = keeper.member.number
+    server.close()
+    start(config)
+    until(lambda: keeper.member is not None and keeper.member.number != before)
+
+    def cannot(graph: Any) -> bool:
+        raise TierUnavailable("copies of the previous session are still in flight")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if why == "its queue is full":
+            patch.setattr(worker.engine, "_depth", 0)
+        elif why == "it cannot join":
+            patch.setattr(worker, "_join", cannot)
+        else:
+            patch.setattr(worker._tender, "error", RuntimeError("no thread"))
+        refusals, answers = noting_refusals(worker), list[Any]()
+        asking = threading.Thread(
+            target=lambda: answers.append(serve(serving, PROMPT)), daemon=True
+        )
+        asking.start()
+        asking.join(PATIENCE_S)
+        assert answers == [(plain(PROMPT), {})]
+        assert refusals
+        assert all(refusals)

@@ -35,6 +35,7 @@ from kvcore.model.points import (
     StateGroup,
     WindowGroup,
     over_stages,
+    point_keys,
 )
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
@@ -588,6 +589,17 @@ def test_what_is_a_run_of_bytes_lies_in_one_piece_whatever_the_setting(
 def test_a_point_where_the_model_has_none_is_not_saved(space: ModelCache, blocks: int) -> None:
     with pytest.raises(FormatError, match=f"no resume points behind {blocks} blocks"):
         space.save(m.SaveRequest(1, 1, m.join(keys(blocks)), DIGEST, point=True), 1)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_prompt_with_a_row_of_its_own_point_among_its_blocks_is_not_saved(
+    space: ModelCache, row: int
+) -> None:
+    """Such a chain comes back to itself, and who follows it never ends."""
+    last = keys(2)[1]
+    told = m.join([point_keys(last, 2)[row], last])
+    with pytest.raises(FormatError, match="not a chain"):
+        space.save(m.SaveRequest(1, 1, told, DIGEST, point=True), 1)
 
 
 def loads(space: ModelCache, **changes: Any) -> m.LoadRequest:

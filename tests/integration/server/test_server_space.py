@@ -228,6 +228,75 @@ def test_what_stands_on_other_blocks_is_not_loaded(space: ModelCache, names: lis
     assert space.manager.in_flight == 0
 
 
+def test_blocks_that_are_held_on_others_are_not_offered_to_a_tier_as_a_prompt(
+    folder: Path, tmp_path: Path
+) -> None:
+    """A save of which all is there counts as a use, and a tier takes what is used often."""
+    held = RuntimeDir(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "selective", "admit_after": 2}
+    config = settings(folder, disk=disk)
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    graph = space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
+    assert graph is not None
+    space.ops_ended(SAVER, ended(graph))
+    for _ in range(2):
+        with pytest.raises(FormatError, match="not a chain"):
+            space.save(m.SaveRequest(1, SAVER, m.join(NAMES[1:]), HERE), 1)
+    assert space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph is None
+    ticking(space, lambda: not space.background)
+    space.check_integrity()
+    assert [space.used[tier][0] for tier in ("host", "disk")] == [4, 4]
+    space.close()
+    held.close()
+
+
+@pytest.mark.parametrize("there", [1, 2, 3])
+def test_blocks_that_change_parents_while_they_are_saved_harm_nobody(
+    folder: Path, tmp_path: Path, there: int
+) -> None:
+    """A tier is offered what a save has brought when it ends; the keys were checked before."""
+    held = RuntimeDir(folder)
+    disk = {"path": str(tmp_path), "capacity": "1MiB", "write": "selective", "admit_after": 2}
+    config = settings(folder, disk=disk)
+    space = ModelCache(config, m.Model.of(SHAPE, b"fingerprint"), held, "arena-1")
+    begun = space.save(m.SaveRequest(1, SAVER, m.join(NAMES[: 4 - there]), HERE), 1).graph
+    assert begun is not None
+    space.ops_ended(SAVER, ended(begun))  # a first use of those that will be gone
+    first = space.save(m.SaveRequest(1, SAVER, CHAIN, HERE), 1).graph
+    assert first is not None
+    space.clear(HERE)
+    moved = [OTHER[0], *NAMES[-there:]]
+    second = space.save(m.SaveRequest(1, LOADER, m.join(moved), HERE), 1).graph
+    assert second is not None
+    space.ops_ended(LOADER, ended(second))
+    space.ops_ended(SAVER, ended(first))
+    ticking(space, lambda: not space.background)
+    space.check_integrity()
+    assert space.manager.index.path(NAMES[3]) == moved
+    space.clear(HERE)
+    assert [space.used[tier][0] for tier in ("host", "disk")] == [0, 0]
+    space.close()
+    held.close()
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_what_stands_on_other_blocks_is_not_fetched_though_its_end_is_not_there(
+    space: ModelCache, stop: int
+) -> None:
+    """A fetch reserves room before it looks where the blocks are."""
+    graph = space.save(m.SaveRequest(1, SAVER, OTHER[0], HERE), 1).graph
+    assert graph is not None
+    space.ops_ended(SAVER, ended(graph))
+    ticking(space, lambda: not space.background)
+    keys = [OTHER[0], NAMES[1], OTHER[1]][:stop]
+    found = [("host", 0, 1), ("disk", 1, stop)]
+    asked = m.LoadRequest(1, LOADER, m.join(keys), HERE, found, 0, stop, fetch=True)
+    with pytest.raises(KVCoreError, match="not a chain" if stop == 2 else "match again"):
+        space.load(asked, 1)
+    space.check_integrity()
+    assert space.manager.index.path(NAMES[3]) == NAMES
+
+
 def test_clearing_a_namespace_clears_that_one_and_its_tokens(folder: Path, tmp_path: Path) -> None:
     held = RuntimeDir(folder)
     config = settings(folder, fusion={"enabled": True})
@@ -385,5 +454,27 @@ def test_a_read_that_waits_behind_others_blames_no_tier(
     space.tick()
     assert breaker_of(space)._failures == threads, "those that had begun"
     space.ops_ended(SAVER, ended(behind, RowError.DEADLINE))
+    hung.go_on.set()
+    ticking(space, lambda: not space._reading)
+
+
+def test_a_read_is_not_late_before_its_deadline_was_looked_at(
+    space: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To take in reports takes time. A read that waits would be dropped at the next look only."""
+    [name] = on_disk(space, 1)
+    hung, poll = Hung(space, monkeypatch), space._transport.poll
+    load_one(space, LOADER, name, [])
+
+    def slow() -> list[OpReport]:
+        found = poll()
+        hung.now += space._late_s
+        return found
+
+    monkeypatch.setattr(space._transport, "poll", slow)
+    space.tick()
+    assert breaker_of(space)._failures == 0
+    space.tick()
+    assert breaker_of(space)._failures == 1
     hung.go_on.set()
     ticking(space, lambda: not space._reading)

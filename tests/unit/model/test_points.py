@@ -20,6 +20,8 @@ from kvcore.model.points import (
     RowHeads,
     StateGroup,
     WindowGroup,
+    ascending,
+    has_row_among,
     is_point_row,
     last_point_key,
     over_stages,
@@ -255,6 +257,21 @@ def test_the_keys_go_on_at_zero_behind_the_largest() -> None:
     )  # fmt: skip
     assert last_point_key(WRAPS, 3) == bytes(16)
     assert is_point_row(bytes(16), b"\xff" * 16)
+
+
+@given(
+    block=st.one_of(st.binary(min_size=16, max_size=16), st.just(WRAPS)),
+    rows=st.integers(1, 6),
+    near=st.sets(st.integers(-3, 8), max_size=4),
+    others=st.sets(st.binary(min_size=16, max_size=16), max_size=4),
+)
+def test_a_row_is_found_among_keys_as_by_looking_at_each(
+    block: bytes, rows: int, near: set[int], others: set[bytes]
+) -> None:
+    first = int.from_bytes(point_keys(block, 1)[0], "big")
+    keys = {((first + n) % (1 << 128)).to_bytes(16, "big") for n in near} | others
+    right = not keys.isdisjoint(point_keys(block, rows))
+    assert has_row_among(block, rows, ascending(keys)) == right
 
 
 def test_known_answer() -> None:

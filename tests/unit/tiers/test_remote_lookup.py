@@ -427,6 +427,70 @@ def test_the_longest_point_is_found_as_by_looking_at_all(data: st.DataObject) ->
         leader.finder.close()
 
 
+@pytest.mark.parametrize("promise", [None, Promise(6, 60.0)])
+@pytest.mark.parametrize("slots", [1, 6, 11, 12])
+def test_a_point_for_which_there_is_no_room_is_not_asked_for_for_ever(
+    store: Flaky, slots: int, promise: Promise | None
+) -> None:
+    """An engine computes a prompt once nothing more is asked about it."""
+    leader = Leader(store, slots, POINTS)
+    keys, other = keys_of(range(6)), keys_of(range(100, 101))
+    put(store, *POINTS.chain(keys, 6), *POINTS.chain(keys, 4))
+    hold_here(leader, other)
+    queries = 0
+    while leader.lookup.ask(keys, promise, beyond=resumable(leader, keys)):
+        queries, promise = queries + 1, None
+        assert queries < 5
+        while leader.lookup.settle(keys, SPACE) is None:
+            leader.finder.wait(0.1)
+        leader.index.check_integrity()
+    whole = slots >= len(POINTS.chain(keys, 6))
+    assert resumable(leader, keys) == (6 if whole else 0)
+    assert leader.index.held("far", other) == (not whole), "what is of no use evicts nothing"
+    leader.finder.close()
+
+
+def test_a_point_whose_room_is_in_use_is_not_asked_for_for_ever(store: Flaky) -> None:
+    leader = Leader(store, len(POINTS.chain(keys_of(range(6)), 6)), POINTS)
+    keys, other = keys_of(range(6)), keys_of(range(100, 101))
+    put(store, *POINTS.chain(keys, 6))
+    hold_here(leader, other)
+    pin = leader.index.pin("far", other[-1])
+    leader.find(keys)
+    assert leader.index.num_used("far") == 1, "a part of a point is of no use"
+    assert not leader.lookup.ask(keys)
+    leader.index.unpin(pin)
+    leader.now = 20
+    leader.find(keys)
+    assert resumable(leader, keys) == 6
+    leader.finder.close()
+
+
+def hold_here(leader: Leader, keys: Sequence[bytes], tier: str = "far") -> None:
+    index = leader.index
+    index.lifecycle.commit(index.lifecycle.reserve(tier, keys, 0, len(keys), SPACE))
+
+
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_keys_that_are_no_chain_when_the_answer_comes_are_not_believed(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """A server's sessions say which keys follow each other, and may change their words."""
+    leader = Leader(store, points=points)
+    keys, apart = keys_of(range(4)), key_of(50)
+    put(store, *POINTS.chain(keys, 4))
+    claimed = keys[2] if points is None else POINTS.last_row(keys, 4)
+    assert leader.lookup.ask(keys)
+    hold_here(leader, [apart, claimed], "host")
+    while leader.lookup.settle(keys, SPACE) is None:
+        leader.finder.wait(0.1)
+    leader.index.check_integrity()
+    assert leader.index.path(claimed) == [apart, claimed]
+    assert leader.index.num_used("far") == 0
+    assert not leader.lookup.ask(keys)
+    leader.finder.close()
+
+
 def promised(leader: Leader, keys: Sequence[bytes], promise: Promise, beyond: int = 0) -> str:
     """Wait for what is promised; the outcome. The finder's clock is a real one."""
     assert leader.lookup.ask(keys, promise, beyond=beyond)
@@ -468,6 +532,51 @@ def test_a_promised_point_is_asked_for_though_it_was_not_there_a_moment_ago(
     assert promised(pointed, keys, Promise(4, 60.0)) == "found"
     assert resumable(pointed, keys) == 4
     assert not pointed.lookup.ask(keys, beyond=4), "the longest was absent"
+
+
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_a_promise_counts_though_the_prompt_is_being_asked_for_without_it(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """Such as by a request that was aborted, and is sent again with the promise of another node."""
+    leader = Leader(store, points=points)
+    keys = keys_of(range(4))
+    store.gate.clear()
+    assert leader.lookup.ask(keys)
+    assert leader.lookup.ask(keys, Promise(4, 60.0))
+    assert leader.lookup.ask(keys), "who has no promise waits with the others"
+    assert len(leader.lookup._asked) == 1
+    store.gate.set()
+    calls = store.calls
+    while store.calls < calls + 3:
+        time.sleep(0.01)
+    put(store, *POINTS.chain(keys, 4))
+    while (believed := leader.lookup.settle(keys, SPACE)) is None:
+        leader.finder.wait(0.1)
+    assert believed.outcome == "found"
+    assert leader.index.match(keys).depths[1] == 4
+    assert leader.breaker.state is BreakerState.CLOSED
+    leader.finder.close()
+
+
+@pytest.mark.parametrize("points", [None, POINTS], ids=["blocks", "points"])
+def test_what_was_promised_and_has_come_another_way_is_not_waited_for(
+    store: Flaky, points: PointShape | None
+) -> None:
+    """A server's other engine saves it in host memory, and its store may get it late or never."""
+    leader = Leader(store, points=points)
+    keys = keys_of(range(8))
+    assert leader.lookup.ask(keys, Promise(4, 60.0))
+    query = leader.lookup._asked[keys[-1]].query
+    assert leader.lookup.ask(keys, beyond=3)
+    assert leader.lookup._asked[keys[-1]].query is query, "it is not all there"
+    while leader.lookup.ask(keys, beyond=4):
+        assert leader.lookup._asked[keys[-1]].query is not query
+        while leader.lookup.settle(keys, SPACE) is None:
+            leader.finder.wait(0.1)
+    assert not leader.finder._open
+    assert leader.breaker.state is BreakerState.CLOSED
+    leader.finder.close()
 
 
 def test_when_a_promises_time_is_over_a_shorter_point_is_taken(
