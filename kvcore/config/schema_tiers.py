@@ -212,7 +212,9 @@ class TransferConfig(SchemaModel):
     )
     load_deadline_s: Seconds = Field(
         default=30.0,
-        description="Seconds after which a load is abandoned and its tokens are recomputed.",
+        description="Seconds after which a load is abandoned and its tokens are recomputed. On "
+        "vLLM and SGLang a request waits for so long for all its loads together, and for those of "
+        "other requests that bring what it wants.",
     )
     sync_load_max: Size = Field(
         default=parse_size("512MiB"),

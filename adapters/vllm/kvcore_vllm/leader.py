@@ -66,6 +66,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
+MOST_WAITED = 0.9
+"""The part of a load's deadline for which a request waits for loads and then still begins one. What
+is left would be too short for anything that is slow, and what is fast has come by then."""
+
 
 class Leader(LeaderCore[VllmFusionScheduler]):
     """The leader of one engine core. Called from vLLM's scheduling loop only.
@@ -177,6 +181,15 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if gain < self._traits.min_load_tokens:
             tracked.count_miss = partial(self._missed_little, name, hit, gain, computed, tokens)
             return 0, False
+        if self._joins(tracked, hit, self._rows(hit, computed, stop)):
+            _log.debug("lookup request=%s waits for another's load", name)
+            return None, False
+        if tracked.waited_s > MOST_WAITED * self._deadline_s:
+            stop = min(stop, self._in_host(hit))
+            if (gain := stop - computed) < self._traits.min_load_tokens:
+                missed = tokens - computed
+                tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
+                return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, tokens, computed)
             if plan.action is Action.RECOMPUTE:
@@ -187,9 +200,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
                 stop = min(stop, plan.stop)
             gain = stop - computed
         first, last = self._rows(hit, computed, stop)
-        ready = self._readiness(tracked, hit, first, last)
+        ready = self.manager.can_load(hit, first, last)
         if ready is Readiness.LATER:
-            _log.debug("lookup request=%s waits for slots, or another's load", name)
+            _log.debug("lookup request=%s waits for slots", name)
             return None, False
         if ready is Readiness.NEVER:
             missed = tokens - computed
@@ -212,20 +225,25 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         first, last = self._blocks(start, stop)
         return first, hit.depth if hit.point else last
 
-    def _readiness(self, tracked: Tracked, hit: Hit, first: int, last: int) -> Readiness:
-        """Return whether to load now, later or not at all.
+    def _joins(self, tracked: Tracked, hit: Hit, rows: tuple[int, int]) -> bool:
+        """Return True if the request waits for another's load of the same rows.
 
-        Blocks that another request is loading into host memory are not read a second time. The
-        request waits for them for the deadline of a load. After that it reads them itself.
+        They are not read a second time. A request waits for loads, others' and its own, for one
+        deadline together. Then it goes on from what is in host memory.
         """
-        below = not set(hit.blocks_by_tier(first, last)) <= {HOST}
-        if below and self.manager.coming(hit, last):
-            now = time.monotonic()
-            if tracked.join_until is None:
-                tracked.join_until = now + self._deadline_s
-            if now < tracked.join_until:
-                return Readiness.LATER
-        return self.manager.can_load(hit, first, last)
+        tracked.count_wait(now := time.monotonic(), goes_on=False)
+        if tracked.waited_s >= self._deadline_s or set(hit.blocks_by_tier(*rows)) <= {HOST}:
+            return False
+        if not self.manager.coming(hit, rows[1]):
+            return False
+        tracked.count_wait(now, goes_on=True)
+        return True
+
+    def _in_host(self, hit: Hit) -> int:
+        """Return the token up to which host memory has a hit. A resume point is there or not."""
+        if hit.point:
+            return hit.blocks * self._block if hit.in_host >= hit.depth else 0
+        return hit.in_host * self._block
 
     def _plan_blend(
         self,
@@ -353,7 +371,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
         if not offer.in_step:
-            layers, deadline_s = (), tracked.memo.deadline_s(self._deadline_s)
+            layers, left_s = (), self._deadline_s - tracked.waited_s
+            deadline_s = min(tracked.memo.deadline_s(self._deadline_s), left_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
         planned = self.manager.plan_load(
             hit, Span(first, last), layers=layers, deadline_s=deadline_s
@@ -361,6 +380,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         graph = self.manager.launch(planned, units, lane=lane)
         if not offer.in_step:
             tracked.load = graph.graph_id
+            tracked.count_wait(time.monotonic(), goes_on=True)
         self._load_pages += self._paging.pages_of(units)
         tracked.reused = self._by_tier(hit, offer.start, stop)
         self.recorder.loaded(request_id, tracked.reused, tracked.request.num_tokens - stop)
@@ -530,6 +550,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         tracked = self._requests.get(request_id)
         if tracked is not None:
             tracked.load, tracked.waits = None, False
+            tracked.waited_s, tracked.waits_since = 0.0, None
             self.recorder.arrived(request_id)
 
     def _load_failed(self, request_id: str) -> None:
@@ -539,6 +560,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         # A corrupt block has left the index: one more lookup may find a shorter prefix or
         # another tier. After that the request is computed, and at once if it has waited for as
         # long as a request is to wait for loads.
+        tracked.count_wait(time.monotonic(), goes_on=False)
         late = tracked.load in self._late
         tracked.may_load = tracked.may_load and tracked.load_attempts < 2 and not late
         self.recorder.failed(request_id, tracked.load_tokens, late=late)

@@ -54,7 +54,9 @@ class Tracked:
         saved_blocks: the blocks at its start that need no further save.
         last_point: the token before which its last resume point was saved.
         new: the request has not been looked up yet.
-        join_until: the monotonic time until which it waits for another request's load.
+        waited_s: the seconds for which it has waited for loads, other requests' and its own, since
+            one has brought what it wanted.
+        waits_since: the monotonic time since which it waits for a load; None if it does not.
         control: what it asks of kvcore.
     """
 
@@ -76,8 +78,15 @@ class Tracked:
     fusing: VllmFusionRequest | None = None
     memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
-    join_until: float | None = None
+    waited_s: float = 0.0
+    waits_since: float | None = None
     control: RequestControl = FREE
+
+    def count_wait(self, now: float, *, goes_on: bool) -> None:
+        """Add the time until ``now`` to what it has waited. ``goes_on``: it waits from now on."""
+        if self.waits_since is not None:
+            self.waited_s += now - self.waits_since
+        self.waits_since = now if goes_on else None
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Return how many whole blocks of the first ``tokens`` have exact KV and may be saved."""

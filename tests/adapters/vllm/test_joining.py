@@ -119,10 +119,65 @@ def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderR
     first = rig.load("a")
     assert rig.ask("b") == (None, False)
     rig.now += rig.config.transfer.load_deadline_s + 1
-    assert rig.ask("b") == (400, True), "through the staging slots"
+    for _ in range(2):
+        assert rig.ask("b") == (0, False), "its own read would hang as well"
+    rig.end(first)
+    assert rig.ask("b")[0] == 400, "it has come after all, before anything was computed"
+
+
+@pytest.mark.parametrize("waited", [0.0, 12.0, 29.0])
+def test_waiting_for_another_and_for_its_own_load_takes_one_deadline(
+    rig: LeaderRig, waited: float
+) -> None:
+    """Also if it could not be scheduled at once: only waiting for loads counts."""
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.now += waited
+    assert rig.ask("b") == (None, False)
+    rig.manager.cancel(first.graph_id)
+    rig.end(first, RowError.CANCELLED)
+    if waited > 27:
+        assert rig.ask("b") == (0, False), "what is left is too short to begin"
+        return
+    assert rig.ask("b") == (400, True)
+    rig.now += 100.0
+    assert rig.ask("b") == (400, True)
     second = rig.load("b")
-    assert reads(second) == 25
+    assert second.deadline_s == 30.0 - waited
     rig.end(second)
+
+
+def test_a_load_that_is_tried_again_has_the_rest_of_the_deadline(rig: LeaderRig) -> None:
+    """After one that has come, the next load of a request, which was preempted, has all of it."""
+    rig.ask("a")
+    first = rig.load("a")
+    rig.now += 10.0
+    for op in first.ops:
+        failed = dict.fromkeys(range(*op.rows), RowError.CANCELLED)
+        rig.side._complete(OpReport(first.graph_id, op.op_id, failed))
+    rig.side._load_failed("a")
+    assert rig.ask("a") == (400, True)
+    second = rig.load("a")
+    assert second.deadline_s == 20.0
+    rig.now += 10.0
+    rig.end(second)
+    rig.side._load_ended("a")
+    host = rig.index.lifecycle
+    assert rig.manager.clear()
+    host.commit(host.reserve("disk", rig.chain.keys, 0, 25, rig.space))
+    assert rig.ask("a") == (400, True)
+    assert rig.load("a").deadline_s == 30.0
+
+
+def test_who_has_waited_goes_on_from_what_is_in_host_memory(rig: LeaderRig) -> None:
+    made = rig.index.lifecycle.reserve("host", rig.chain.keys, 0, 10, rig.space)
+    rig.index.lifecycle.commit(made)
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.now += 31.0
+    assert rig.ask("b")[0] == 160
     rig.end(first)
 
 
