@@ -181,15 +181,6 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if gain < self._traits.min_load_tokens:
             tracked.count_miss = partial(self._missed_little, name, hit, gain, computed, tokens)
             return 0, False
-        if self._joins(tracked, hit, self._rows(hit, computed, stop)):
-            _log.debug("lookup request=%s waits for another's load", name)
-            return None, False
-        if tracked.waited_s > MOST_WAITED * self._deadline_s:
-            stop = min(stop, self._in_host(hit))
-            if (gain := stop - computed) < self._traits.min_load_tokens:
-                missed = tokens - computed
-                tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
-                return 0, False
         if self._planning is not None:
             plan = self._planning.plan(tracked.memo, hit, tokens, computed)
             if plan.action is Action.RECOMPUTE:
@@ -198,9 +189,16 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             self.recorder.planned(name, plan, tokens - computed)
             if not hit.point:  # else there is nothing between all of it and none
                 stop = min(stop, plan.stop)
-            gain = stop - computed
+        if self._joins(tracked, hit, self._rows(hit, computed, stop)):
+            _log.debug("lookup request=%s waits for another's load", name)
+            return None, False
+        if tracked.waited_s > MOST_WAITED * self._deadline_s:
+            stop = min(stop, self._in_host(hit))
+        gain = stop - computed
         first, last = self._rows(hit, computed, stop)
-        ready = self.manager.can_load(hit, first, last)
+        ready = Readiness.NEVER
+        if gain >= self._traits.min_load_tokens:
+            ready = self.manager.can_load(hit, first, last)
         if ready is Readiness.LATER:
             _log.debug("lookup request=%s waits for slots", name)
             return None, False
