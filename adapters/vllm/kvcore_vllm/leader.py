@@ -67,8 +67,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
 MOST_WAITED = 0.9
-"""The part of a load's deadline for which a request waits for loads and then still begins one. What
-is left would be too short for anything that is slow, and what is fast has come by then."""
+"""The part of a load's deadline for which a request waits for loads and then still begins one from
+below host memory. A load from host memory has the rest of the deadline, however long it waited."""
 
 
 class Leader(LeaderCore[VllmFusionScheduler]):
@@ -369,8 +369,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
         if not offer.in_step:
-            layers, left_s = (), self._deadline_s - tracked.waited_s
-            deadline_s = min(tracked.memo.deadline_s(self._deadline_s), left_s)
+            waited_s = min(tracked.waited_s, MOST_WAITED * self._deadline_s)
+            left_s = self._deadline_s - waited_s
+            layers, deadline_s = (), min(tracked.memo.deadline_s(self._deadline_s), left_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
         planned = self.manager.plan_load(
             hit, Span(first, last), layers=layers, deadline_s=deadline_s

@@ -125,6 +125,22 @@ def test_a_read_that_hangs_is_joined_no_longer_than_a_load_may_take(rig: LeaderR
     assert rig.ask("b")[0] == 400, "it has come after all, before anything was computed"
 
 
+def test_who_has_waited_too_long_has_time_for_a_load_from_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between steps, as with asynchronous scheduling."""
+    rig = LeaderRig(in_step=False)
+    monkeypatch.setattr(leader.time, "monotonic", lambda: rig.now)  # type: ignore[attr-defined]
+    rig.ask("a")
+    first = rig.load("a")
+    assert rig.ask("b") == (None, False)
+    rig.now += rig.config.transfer.load_deadline_s + 1
+    assert rig.ask("b") == (0, False)
+    rig.end(first)
+    assert rig.ask("b") == (400, True)
+    assert rig.load("b").deadline_s == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("waited", [0.0, 12.0, 29.0])
 def test_waiting_for_another_and_for_its_own_load_takes_one_deadline(
     rig: LeaderRig, waited: float
