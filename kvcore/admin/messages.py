@@ -56,6 +56,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """A request was refused, because of ``kind``.
 
     busy       ask again later
+    away       the server of another machine of this engine is not there: ask again later
     session    the session is over or belongs to another client: say hello
     stale      what was matched is no longer there
     capacity   there is no room

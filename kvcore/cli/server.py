@@ -31,11 +31,13 @@ def with_address(config: Config) -> Config:
     return config.model_copy(update={"server": server})
 
 
-def run(config: Config, ready: Callable[[str], object]) -> None:
+def run(config: Config, ready: Callable[[str], object], machine: int = 0) -> None:
     """Serve until SIGINT or SIGTERM, and call ``ready`` with the address once it listens.
 
-    Raises ConfigError if the settings cannot be served, or if another server has the folder.
+    ``machine`` is the number of this machine, of those on which an engine has its ranks. Raises
+    ConfigError if the settings cannot be served, or if another server has the folder.
     """
+    from kvcore.server.machine_server import MachineServer
     from kvcore.server.server import Server
 
     log.configure(config.log.level, config.log.format)
@@ -44,7 +46,7 @@ def run(config: Config, ready: Callable[[str], object]) -> None:
     # it comes before anybody is told that the server listens.
     import torch  # noqa: F401
 
-    server = Server(config)
+    server = MachineServer(config, machine) if machine else Server(config)
     address = server.open()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
@@ -103,6 +105,16 @@ def run_server(
     client: Annotated[
         str, typer.Option("--client", help="Name of the client's keys (with --keygen).")
     ] = "client",
+    machine: Annotated[
+        int,
+        typer.Option(
+            "--machine",
+            min=0,
+            max=4095,
+            help="Number of this machine, as vLLM's --node-rank: hold the parts of its ranks for "
+            "the server of machine 0, at server.address.",
+        ),
+    ] = 0,
     show_status: Annotated[
         bool, typer.Option("--status", help="Print the running server's status as JSON and exit.")
     ] = False,
@@ -117,5 +129,8 @@ def run_server(
     effective = with_address(load(file, assignments))
     if show_status:
         typer.echo(status(effective))
+    elif machine:
+        told = f"kvcore server of machine {machine}, for that at"
+        run(effective, lambda address: typer.echo(f"{told} {address}"), machine)
     else:
         run(effective, lambda address: typer.echo(f"kvcore server listens on {address}"))

@@ -58,6 +58,12 @@ class ServerConfig(SchemaModel):
         "given with `--client`. Engines need no such right. At a local socket every process of the "
         "same user may.",
     )
+    machines: list[Name] = Field(
+        default_factory=list,
+        description="Servers of an engine's other machines (`kvcore server --machine NUMBER`), by "
+        "the names of their keys: the first is that of machine 1. Only the server of machine 0 "
+        "reads it.",
+    )
     models: int = Field(
         default=1,
         ge=1,

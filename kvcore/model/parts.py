@@ -37,6 +37,12 @@ class Part(NamedTuple):
         (a, b), (c, d) = self
         return 0 <= a < b <= whole.kv_heads and 0 <= c < d <= whole.layers
 
+    def seen_from(self, outer: Part) -> Part:
+        """Return the same heads and layers, counted from where ``outer`` begins."""
+        (a, b), (c, d) = self
+        head, layer = outer.heads[0], outer.layers[0]
+        return Part((a - head, b - head), (c - layer, d - layer))
+
     def overlap(self, other: Part) -> Part | None:
         """Return the intersection of two parts, or None if it is empty."""
         heads = max(self.heads[0], other.heads[0]), min(self.heads[1], other.heads[1])

@@ -216,11 +216,38 @@ class ModelDescription:
         """Return the canonical block of one rank's heads and layers."""
         return self.part(rank).shape(self.shape)
 
-    def part_at(self, rank: int) -> int:
-        """Return where the bytes of ``rank`` begin in a block that has the parts one by one."""
-        heads, layers = self.part(rank)
-        before = layers[0] * self.shape.kv_heads + (layers[1] - layers[0]) * heads[0]
-        return before * self.shape.with_heads(1).with_layers(1).nbytes
+    def by_machine(self) -> ModelDescription:
+        """Return the model as servers share it out: one rank on each machine, with all parts there.
+
+        It has neither resume points nor the engine's page tables. Raises LayoutError if the parts
+        of a machine's ranks are no part of a block.
+        """
+        step, tensor_ranks, stages = self.firsts.step, self.tensor_ranks, self.stages
+        if step % tensor_ranks == 0:
+            firsts, more = stages[:: step // tensor_ranks], step // tensor_ranks - 1
+            lasts = stages[more :: more + 1]
+            stages = tuple((a, b) for (a, _), (_, b) in zip(firsts, lasts, strict=True))
+        elif tensor_ranks % step:
+            raise LayoutError(
+                f"{step} ranks on each machine, of stages with {tensor_ranks} ranks each: "
+                "supported are whole stages on a machine, or a stage on several machines"
+            )
+        layers = LayerGroup(0, self.shape.block_tokens, tuple(range(self.shape.layers)))
+        count = self.machines
+        return ModelDescription(
+            self.shape, (layers,), self.fingerprint, count, stages=stages, machines=count
+        )
+
+    def part_on_machine(self, rank: int) -> tuple[Part, int]:
+        """Return the part of ``rank`` within the part that its machine holds.
+
+        With it comes the byte at which it begins where the parts of a machine lie one by one.
+        """
+        machine = self.by_machine().part(rank // self.firsts.step)
+        heads, layers = part = self.part(rank).seen_from(machine)
+        width = machine.heads[1] - machine.heads[0]
+        before = layers[0] * width + (layers[1] - layers[0]) * heads[0]
+        return part, before * self.shape.with_heads(1).with_layers(1).nbytes
 
     def behind(self, server: str | None) -> ModelDescription:
         """Return the model as an engine has it that is a client of ``server``, if there is one.
@@ -234,7 +261,8 @@ class ModelDescription:
         cut = self.packed is None and (self.point is None or self.point.by_heads)
         if cut or len({self.head_range(rank) for rank in range(self.tensor_ranks)}) == 1:
             return self
-        told = hashlib.sha256(self.fingerprint + b"/parts one by one").digest()
+        where = "" if self.machines == 1 else f" on {self.machines} machines"
+        told = hashlib.sha256(self.fingerprint + f"/parts one by one{where}".encode()).digest()
         return replace(self, fingerprint=told[: len(self.fingerprint)])
 
     def rank_point(self, rank: int) -> PointShape | None:

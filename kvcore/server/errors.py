@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore.errors import CapacityError, FormatError, KVCoreError, LayoutError
 
-__all__ = ["AmbiguousModel", "Misfit", "ModelBusy", "NoSession", "refusal_kind"]
+__all__ = ["AmbiguousModel", "MachineAway", "Misfit", "ModelBusy", "NoSession", "refusal_kind"]
 
 
 class NoSession(KVCoreError):
@@ -13,6 +13,10 @@ class NoSession(KVCoreError):
 
 class ModelBusy(KVCoreError):
     """The model is still being prepared. The client retries."""
+
+
+class MachineAway(KVCoreError):
+    """The server of another machine of a model is not there. The client retries."""
 
 
 class Misfit(KVCoreError):
@@ -26,6 +30,7 @@ class AmbiguousModel(KVCoreError):
 _KINDS = {
     NoSession: "session",
     ModelBusy: "busy",
+    MachineAway: "away",
     Misfit: "misfit",
     CapacityError: "capacity",
     AmbiguousModel: "control",

@@ -30,7 +30,6 @@ from kvcore.memory.arena import HostArena, arena_bytes
 from kvcore.memory.device import Device
 from kvcore.memory.hugepages import SharedPages
 from kvcore.model.shape import BlockShape
-from kvcore.model.spec import ModelDescription
 from kvcore.server.runtime_dir import open_arena, sessions_in
 
 __all__ = ["MappedArenas"]
@@ -64,14 +63,17 @@ class _Mapped:
 class MappedArenas:
     """The arenas of one model that are mapped here: that of the server, and perhaps its ancestor's.
 
+    ``shape`` is the part of a block that this machine holds.
     ``pin`` is the device for which they are pinned; None pins nothing. `get` and `use` are for the
     engine's thread and never wait for pinning; `tend` is for one other thread.
     """
 
-    def __init__(self, folder: Path, model: ModelDescription, pin: Device | None) -> None:
+    def __init__(
+        self, folder: Path, shape: BlockShape, fingerprint: bytes, pin: Device | None
+    ) -> None:
         self._folder = folder
-        self._shape = model.shape
-        self._fingerprint = model.fingerprint.hex()
+        self._shape = shape
+        self._fingerprint = fingerprint.hex()
         self._pin = pin
         self._lock = threading.Lock()
         self._mapped: list[_Mapped] = []

@@ -17,105 +17,28 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.admin.messages import HEADER as HEADER  # the protocol is one, for orders too
 from kvcore.admin.messages import ControlReply, ControlRequest, Ref, Refused, decode_frames
 from kvcore.admin.messages import frames as frames
-from kvcore.errors import FormatError, LayoutError
+from kvcore.errors import FormatError
 from kvcore.model.keys import KEY_BYTES
-from kvcore.model.points import PointCounts, PointRows
-from kvcore.model.shape import BlockShape
+from kvcore.server import machine_messages as machine
+from kvcore.server.wire import MAX_BLOCKS as MAX_BLOCKS
+from kvcore.server.wire import MAX_POINT_ROWS as MAX_POINT_ROWS
+from kvcore.server.wire import MAX_REPORTS as MAX_REPORTS
+from kvcore.server.wire import MAX_WAIT_S as MAX_WAIT_S
+from kvcore.server.wire import Count as Count
+from kvcore.server.wire import Digest as Digest
+from kvcore.server.wire import Keys as Keys
+from kvcore.server.wire import Model as Model
+from kvcore.server.wire import Number as Number
+from kvcore.server.wire import PackedPromise as PackedPromise
+from kvcore.server.wire import PackedTokens as PackedTokens
+from kvcore.server.wire import Points as Points
+from kvcore.server.wire import Rows as Rows
+from kvcore.server.wire import SourceSpan as SourceSpan
+from kvcore.server.wire import TierName as TierName
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph
-
-MAX_BLOCKS = 1 << 18
-"""Blocks of one prompt in a message: 4 million tokens in blocks of 16."""
-
-MAX_POINT_ROWS = 1 << 16
-"""Rows of one resume point."""
-
-MAX_REPORTS = 4096
-"""Ended ops in one message; a client with more sends several messages."""
-
-Count = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
-Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
-PackedTokens = Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
-"""Tokens as `kvcore.model.keys.pack_tokens` packs them."""
-Digest = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-TierName = Annotated[str, Meta(max_length=64)]
-SourceSpan = tuple[TierName, Count, Count]
-"""A tier, and the blocks [start, stop) of a chain that are read from it."""
-MAX_WAIT_S = 86400.0
-PackedPromise = tuple[
-    Annotated[int, Meta(ge=1, le=MAX_BLOCKS)],
-    Annotated[float, Meta(gt=0, le=MAX_WAIT_S)],
-    Annotated[str, Meta(max_length=300)],
-]
-"""The fields of `kvcore.manager.base.Promise`."""
-
-
-Rows = Annotated[int, Meta(ge=0, le=MAX_POINT_ROWS)]
-
-
-class Points(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of `kvcore.model.points.PointCounts`."""
-
-    every: Annotated[int, Meta(ge=1, le=MAX_BLOCKS)]
-    state_rows: Rows
-    window_sizes: Annotated[tuple[tuple[Rows, Rows], ...], Meta(max_length=64)]
-
-
-class Model(msgspec.Struct, frozen=True, array_like=True):
-    """The model whose KV is shared: the shape of a whole block, and its fingerprint.
-
-    The shape is the canonical one, not the part of one rank. ``points`` are the rows of its resume
-    points, if it has any. ``packed`` tells that blocks are pages of the engine's own format.
-    """
-
-    layers: Annotated[int, Meta(ge=1, le=4096)]
-    kv_heads: Annotated[int, Meta(ge=1, le=4096)]
-    head_dim: Annotated[int, Meta(ge=1, le=65536)]
-    block_tokens: Annotated[int, Meta(ge=1, le=1024)]
-    dtype: Annotated[str, Meta(max_length=32)]
-    kv_factor: Annotated[int, Meta(ge=1, le=2)]
-    v_head_dim: Annotated[int, Meta(ge=1, le=65536)] | None
-    fingerprint: Annotated[bytes, Meta(min_length=1, max_length=64)]
-    points: Points | None = None
-    packed: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        shape: BlockShape,
-        fingerprint: bytes,
-        points: PointRows | None = None,
-        *,
-        packed: bool = False,
-    ) -> Model:
-        told = None
-        if points is not None:
-            told = Points(points.every, points.state_rows, points.window_sizes)
-        return cls(**shape.to_dict(), fingerprint=fingerprint, points=told, packed=packed)
-
-    @property
-    def shape(self) -> BlockShape:
-        """Return the shape of a block. Raises LayoutError if there is no such block."""
-        data = msgspec.structs.asdict(self)
-        del data["fingerprint"], data["points"], data["packed"]
-        return BlockShape.from_dict(data)
-
-    @property
-    def point_rows(self) -> PointCounts | None:
-        """Return the rows of the resume points. Raises LayoutError if there are no such points."""
-        if self.points is None:
-            return None
-        rows = PointCounts(*msgspec.structs.astuple(self.points))
-        if rows.most_rows > MAX_POINT_ROWS:
-            raise LayoutError(
-                f"resume points of {rows.most_rows} rows; supported are {MAX_POINT_ROWS}"
-            )
-        return rows
-
 
 # -- requests -------------------------------------------------------------------------------
 
@@ -325,6 +248,7 @@ ServerRequest = (
     | PathRequest
     | StatusRequest
     | ControlRequest
+    | machine.Request
 )
 
 # -- replies --------------------------------------------------------------------------------
@@ -439,6 +363,7 @@ ServerReply = (
     | PathReply
     | StatusReply
     | ControlReply
+    | machine.Order
 )
 
 # -- frames ---------------------------------------------------------------------------------

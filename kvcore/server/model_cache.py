@@ -12,27 +12,21 @@ a read ended.
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from kvcore.admin.audit import AuditLog
 from kvcore.admin.open import make_admin
 from kvcore.config import Config
-from kvcore.errors import BlockMissing, FormatError, LayoutError
+from kvcore.errors import BlockMissing, FormatError
 from kvcore.manager import HOST, KVManager
 from kvcore.manager.base import Hit, Planned, Promise, Source
-from kvcore.memory.arena import HostArena, arena_bytes
-from kvcore.memory.copy.base import Copy, DeviceOps
-from kvcore.memory.hugepages import SharedPages
-from kvcore.memory.layout import KVView
-from kvcore.model.spec import LayerGroup, ModelDescription
 from kvcore.runtime.build import (
-    arena_arrangement,
     build_manager,
     build_segments,
     enter_directory,
@@ -41,6 +35,7 @@ from kvcore.runtime.build import (
 )
 from kvcore.runtime.local_transport import LocalTransport
 from kvcore.runtime.tiers import BackingOpener
+from kvcore.server.machines import SharedCache, SpreadTransport
 from kvcore.server.messages import (
     HeldRequest,
     LaunchReply,
@@ -59,30 +54,18 @@ from kvcore.server.messages import (
     join,
     split,
 )
-from kvcore.server.page_model import for_pages, is_of_pages
 from kvcore.server.pending_prefills import PendingPrefills
 from kvcore.server.runtime_dir import RuntimeDir, graph_number
 from kvcore.server.segments import learn, search
+from kvcore.server.tier_worker import map_metadata, model_config, tier_worker
 from kvcore.telemetry.metrics import Data, Metrics, merge
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, TransferOp
-from kvcore.worker import EnginePages, KVWorker, WorkerLimits
 from kvcore.worker.lifecycle import close_worker, open_tiers
+
+_log = logging.getLogger("kvcore.server")
 
 ReadReplyTo = Callable[[dict[int, RowError]], None]
 """Sends a rank the rows of its read that failed."""
-
-
-class _NoCopies(DeviceOps):
-    """Device operations of the server, which has no pages of an engine."""
-
-    name: ClassVar[str] = "none"
-    priority: ClassVar[int] = 0
-
-    def supports(self, src: KVView, dst: KVView) -> bool:
-        return False
-
-    def copy(self, copy: Copy) -> None:
-        raise LayoutError("the server copies no pages of an engine: its clients do")
 
 
 @dataclass
@@ -141,28 +124,28 @@ class ModelCache:
         folder: RuntimeDir,
         arena: str,
         audit: AuditLog | None = None,
+        shared: SharedCache | None = None,
     ) -> None:
         """Allocate the host tier and restore the other tiers. Blocks for seconds.
 
-        Raises KVCoreError if the model cannot be served with these settings.
+        ``shared`` is what other machines have prepared, if the model has ranks there. Raises
+        KVCoreError if the model cannot be served with these settings.
         """
-        shape, self._points = model.shape, model.point_rows
+        described, self._points = model.described, model.point_rows
         self.model = model
         self.arena = arena
+        self.shared = shared
         self._folder = folder
-        layers = LayerGroup(0, shape.block_tokens, tuple(range(shape.layers)))
-        described = ModelDescription(shape, (layers,), model.fingerprint, 1)
-        share = config.host.capacity // config.server.models
-        config = config.model_copy(
-            update={"host": config.host.model_copy(update={"capacity": share})}
-        )
-        if is_of_pages(described):
-            config = for_pages(config)
+        config = model_config(config, described)
         self._claims: dict[int, _Claim] = {}
         self._reading: dict[int, _Reading] = {}
         self._late_s, self._clock = config.transfer.load_deadline_s, time.monotonic
         self._moved = Metrics(f"{arena}-io", enabled=config.metrics.enabled)
-        self._transport = LocalTransport(self._worker(config, described))
+        slots = host_slots(config, described).total
+        worker = tier_worker(config, model, 0, slots, folder, arena, self._moved)
+        self._transport = (
+            LocalTransport(worker) if shared is None else SpreadTransport(worker, shared)
+        )
         try:
             parts = build_manager(
                 config,
@@ -170,6 +153,7 @@ class ModelCache:
                 self._transport,
                 write_through_in_save=False,
                 points=self._points,
+                elsewhere=() if shared is None else shared.elsewhere,
             )
             if config.cluster.etcd:  # a static list of nodes needs no registration
                 parts = enter_directory(config, described, parts, "server")
@@ -188,28 +172,13 @@ class ModelCache:
         )
         self._segments = build_segments(config, described) if config.fusion.enabled else None
         opener = BackingOpener(config, geometry(described), 0, parts.plugins)
-        open_tiers(self._transport.worker, opener, parts.open_tiers)
+        self.open_tiers = parts.open_tiers
+        open_tiers(self._transport.worker, opener, self.open_tiers)
 
-    def _worker(self, config: Config, model: ModelDescription) -> KVWorker:
-        shape = model.shape
-        arrangement = arena_arrangement(config, self._points, packed=self.model.packed)
-        slots = host_slots(config, model).total
-        nbytes = arena_bytes(shape, slots, arrangement)
-        file = self._folder.make_arena(self.arena, nbytes, huge_pages=config.host.huge_pages)
-        try:
-            pages = SharedPages(file, nbytes, huge=config.host.huge_pages)
-        finally:
-            os.close(file)
-        prefault = config.host.prefault
-        arena = HostArena(shape, slots, arrangement=arrangement, prefault=prefault, pages=pages)
-        return KVWorker(
-            arena=arena,
-            arena_view=KVView(arena.layout(), ()),
-            ops=_NoCopies(),
-            pages=EnginePages(),
-            limits=WorkerLimits(queue_depth=config.transfer.queue_depth),
-            metrics=self._moved,
-        )
+    @property
+    def lost(self) -> bool:
+        """True if another machine has lost its part of this cache."""
+        return self.shared is not None and self.shared.lost
 
     def take_metrics(self) -> Data:
         """Return what was counted since the last call."""
@@ -221,14 +190,7 @@ class ModelCache:
     @property
     def metadata(self) -> dict[str, Any]:
         """Return what a worker needs to map the arena."""
-        arena = self._transport.worker.arena
-        return {
-            "arena": self.arena,
-            "fingerprint": self.model.fingerprint.hex(),
-            "slots": arena.num_slots,
-            "arrangement": arena.arrangement.value,
-            "shape": arena.shape.to_dict(),
-        }
+        return map_metadata(self._transport.worker, self.model, self.arena)
 
     @property
     def used(self) -> dict[str, tuple[int, int]]:
@@ -504,6 +466,20 @@ class ModelCache:
             if not read.running and read.failed is None:
                 self._read_ended(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
 
+    def begin(self, session: int, secret: bytes, then: Callable[[], object]) -> None:
+        """Let a session's ranks join it on every machine; call ``then`` when they may."""
+        if self.shared is None:
+            then()
+        else:
+            self.shared.begin_session(session, secret, then)
+
+    def leave(self, session: int) -> None:
+        """End a session that no process of this machine holds, once none of the others does."""
+        if self.shared is None:
+            self.end(session)
+        else:
+            self.shared.end_session(session, lambda: self.end(session))
+
     def end(self, session: int) -> int:
         """End a session whose slots no process touches any more; return how many graphs it left."""
         left = [claim for claim in self._claims.values() if claim.session == session]
@@ -511,6 +487,7 @@ class ModelCache:
             for op_id in sorted(claim.left):
                 if op_id in claim.left:
                     self._done(claim, op_id, claim.all_rows(op_id, RowError.CANCELLED))
+        _log.info("session ends session=%d graphs_left=%d", session, len(left))
         return len(left)
 
     def tick(self) -> None:
@@ -546,7 +523,10 @@ class ModelCache:
             assert self.manager.is_in_flight(claim.graph.graph_id), "a claim without a flight"
 
     def close(self) -> None:
-        """Finish the server's writes, flush the tiers and give the memory back. Blocks."""
+        """Finish the server's writes, flush the tiers and give the memory back. Blocks.
+
+        What other machines have to write they do by themselves.
+        """
         self.admin.close()
         close_worker(self._transport.worker)
         self.tick()

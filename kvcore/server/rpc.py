@@ -2,7 +2,8 @@
 
 The thread that waits for a reply receives for all threads. A reply that comes after its request was
 given up is passed to `Link`'s ``late``, because the server may have begun something that no thread
-waits for.
+waits for. So are the server's orders (`kvcore.server.machine_messages`), in the order in which they
+come.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +49,7 @@ class Link:
     """One connection to the server of ``config``. Thread-safe.
 
     `renew` replaces the connection. ``late`` is called, without a lock held, with replies to
-    requests that were given up.
+    requests that were given up, and with the server's orders.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Link:
         self._refs = itertools.count(1)
         self._wanted: dict[int, ServerReply | None] = {}
         self._given_up: dict[int, None] = {}
-        self._too_late: list[ServerReply] = []
+        self._too_late: deque[ServerReply] = deque()
         self.heard = time.monotonic()
         """When the server last sent anything."""
         self.refused: Refused | None = None
@@ -146,13 +148,13 @@ class Link:
                 return None
             time.sleep(YIELD_S)
 
-    def drain(self) -> None:
-        """Receive the messages that are there.
+    def drain(self, seconds: float = 0.0) -> None:
+        """Receive the messages that are there, after up to ``seconds`` for the first one.
 
-        Blocks only while another thread waits for a reply.
+        Blocks longer only while another thread waits for a reply.
         """
         with self._lock:
-            self._receive(0.0)
+            self._receive(seconds)
         self._tell_late()
 
     def renew(self) -> None:
@@ -163,6 +165,7 @@ class Link:
             self._socket.close()
             self._wanted.clear()
             self._given_up.clear()
+            self._too_late.clear()
             self.refused = None
             self._socket = self._connect()
 
@@ -242,11 +245,13 @@ class Link:
             self._too_late.append(reply)
         elif isinstance(reply, Refused):
             self.refused = reply
+        elif not reply.ref:
+            self._too_late.append(reply)
 
     def _tell_late(self) -> None:
         while self._too_late:
             try:
-                reply = self._too_late.pop()
+                reply = self._too_late.popleft()
             except IndexError:
                 return
             self._late(reply)

@@ -233,9 +233,11 @@ class RuntimeDir:
 class SessionFile:
     """A session's lock file, as the server sees it."""
 
-    def __init__(self, folder: RuntimeDir, number: int, told: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: RuntimeDir, number: int, told: dict[str, Any], secret: bytes | None = None
+    ) -> None:
         self.name = f"session-{number}"
-        self.secret = secrets.token_bytes(16)
+        self.secret = secret or secrets.token_bytes(16)
         """Proof that a worker has read this file."""
         self._folder = folder
         self._file = folder.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)

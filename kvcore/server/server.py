@@ -36,8 +36,10 @@ from kvcore.config.paths import folder_of, memory_of
 from kvcore.errors import ConfigError, FormatError, KVCoreError
 from kvcore.events.open import check_events
 from kvcore.model.identity import settings_digest
+from kvcore.server import machine_messages as told
 from kvcore.server.errors import AmbiguousModel, Misfit, refusal_kind
 from kvcore.server.exporter import show
+from kvcore.server.machines import Machines
 from kvcore.server.messages import (
     Bye,
     ClearRequest,
@@ -131,6 +133,14 @@ class Server:
             SearchRequest: self._search,
             PathRequest: self._path,
             ControlRequest: self._control,
+            told.JoinMachine: lambda client, asked: self.machines.join(client, asked),
+            told.MachineBeat: lambda client, beat: self.machines.beat(client, beat),
+            told.HeldBlocks: lambda client, held: self.machines.held(client, held),
+            told.CachePrepared: lambda client, done: self.machines.prepared(client, done),
+            told.CacheOpened: lambda client, done: self.machines.opened(client, done),
+            told.MachineReports: lambda client, moved: self.machines.reports(client, moved),
+            told.SessionBegun: lambda client, begun: self.machines.begun(client, begun),
+            told.SessionFreed: lambda client, freed: self.machines.freed(client, freed),
             StatusRequest: lambda _, request: StatusReply(request.ref, self.status()),
         }
 
@@ -149,6 +159,7 @@ class Server:
         self._context = Context()
         self._entrance = Entrance(self._context)
         self._socket = make_socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent is told
         try:
             self._audit = AuditLog(self._config.control.audit)
             self._listen(address)
@@ -158,7 +169,8 @@ class Server:
             self._stop_listening()
             self._folder.close()
             raise
-        self.models = ModelCaches(self._config, self._folder, self._audit)
+        self.machines = Machines(self._config, self._send, self._key_name, clock=self._clock)
+        self.models = ModelCaches(self._config, self._folder, self._audit, self.machines)
         self.sessions = Sessions(self._folder, server.lease_s, self._who, clock=self._clock)
         _log.info("kvcore server listens address=%s folder=%s", address, self._folder.path)
         return address
@@ -210,6 +222,8 @@ class Server:
                     _log.warning("refused: a message of another user who=%s", self._who())
                 else:
                     self._receive(client, message)
+        for cache in self.models.take_lost():
+            self.sessions.abandon(cache)
         for cache in self.models:
             cache.tick()
         self._sweep()
@@ -269,6 +283,7 @@ class Server:
             return
         self._swept = now
         self._count()
+        self.machines.sweep()
         self.sessions.sweep()
         clears = pending_clears(self._folder.path)
         # A client may be about to ask for a clear that is new: that one waits for the next sweep.
@@ -313,26 +328,38 @@ class Server:
             _log.warning("refused kind=%s: %s", kind, error)
         self._send(client, Refused(ref, kind, str(error)[:1000]))
 
-    def _send(self, client: bytes, reply: ServerReply) -> None:
+    def _send(self, client: bytes, reply: ServerReply) -> bool:
+        """Send a message; return False if its client is gone, or takes no more."""
         try:
             self._socket.send_multipart([client, *frames(reply)], zmq.NOBLOCK)
         except (zmq.ZMQError, FormatError) as error:
-            _log.warning("a reply is lost: %s", error)
+            gone = isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH
+            _log.log(logging.DEBUG if gone else logging.WARNING, "a reply is lost: %s", error)
+            return False
+        return True
 
     def _who(self) -> str:
         """Return who sent the last message, as the kernel or CURVE vouches for it."""
         return identity(self._frame, curve=self._admins is not None)
 
+    def _key_name(self) -> str | None:
+        """Return the name of the CURVE key that the last message came with; None without keys."""
+        keys = self._config.server.keys
+        if self._admins is None or keys is None:
+            return None
+        return client_names(keys).get(curve_key(self._frame), "")
+
     # -- sessions -----------------------------------------------------------------------------
 
-    def _hello(self, client: bytes, hello: Hello) -> ServerReply:
+    def _hello(self, client: bytes, hello: Hello) -> None:
+        """Begin a session, and welcome its leader once the session's ranks may join it."""
         self.sessions.check_room()
         self._check_settings(hello)
         cache = self.models.get(hello.model)
         self.models.replay_clears(pending_clears(self._folder.path))
         session = self.sessions.begin(client, hello, cache)
         backings = cache.manager.backings
-        return Welcome(
+        welcome = Welcome(
             hello.ref,
             session.number,
             session.file.name,
@@ -343,6 +370,8 @@ class Server:
             wants_tokens=cache.wants_tokens,
             node=cache.manager.node,
         )
+        secret = session.file.secret
+        cache.begin(session.number, secret, lambda: self._send(client, welcome) and None)
 
     def _check_settings(self, hello: Hello) -> None:
         """Raise Misfit if quotas would act on other namespaces than those of the engine.

@@ -78,8 +78,15 @@ class SessionKeeper:
         """Begin nothing yet; ``settings`` is the `settings_digest` of this engine."""
         self._config = config
         self._settings = settings
-        packed = model.packed is not None
-        self.model = Model.of(model.shape, model.fingerprint, model.point, packed=packed)
+        shared = model.by_machine()
+        self.model = Model.of(
+            model.shape,
+            model.fingerprint,
+            model.point,
+            packed=model.packed is not None,
+            machines=model.machines,
+            stages=shared.stages if model.machines > 1 else (),
+        )
         self._ranks = model.world_size
         self.folder = folder_of(config)
         self.link = Link(config, self._late)
@@ -111,7 +118,7 @@ class SessionKeeper:
         if isinstance(answered, Refused) and answered.kind == "misfit":
             self.link.close()
             raise UnsupportedError(f"the kvcore server refuses this engine: {answered.message}")
-        if isinstance(answered, Refused) and answered.kind == "distrusted":
+        if isinstance(answered, Refused) and answered.kind in ("distrusted", "away"):
             self._log_refusal(answered)
         elif answered is None:
             _log.warning("no kvcore server answers: the engine computes until one does")
@@ -193,11 +200,11 @@ class SessionKeeper:
 
     def _try_hello(self) -> float:
         reply = self._hello(1.0)
-        if isinstance(reply, Refused) and reply.kind in ("misfit", "distrusted"):
+        if isinstance(reply, Refused) and reply.kind in ("misfit", "distrusted", "away"):
             self._log_refusal(reply)
             if reply.kind == "distrusted":
                 self.link.renew()
-            return MISFIT_RETRY_S
+            return RETRY_S if reply.kind == "away" else MISFIT_RETRY_S
         if reply is None:
             self.link.renew()
         return RETRY_S
@@ -207,7 +214,9 @@ class SessionKeeper:
         if refused.message == self._refusal:
             return
         self._refusal = refused.message
-        if refused.kind == "misfit":
+        if refused.kind == "away":
+            _log.warning("the engine computes until it is joined: %s", refused.message)
+        elif refused.kind == "misfit":
             _log.error("the kvcore server refuses this engine: %s", refused.message)
         else:
             _log.error("no kvcore server is joined, because of other users: %s", refused.message)

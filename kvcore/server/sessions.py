@@ -130,8 +130,14 @@ class Sessions:
         """End a session if no process holds its lock any more."""
         if session.number in self._sessions and session.file.ended():
             del self._sessions[session.number]
-            left = session.cache.end(session.number)
-            _log.info("session ends session=%d graphs_left=%d", session.number, left)
+            session.cache.leave(session.number)
+
+    def abandon(self, cache: ModelCache) -> None:
+        """End the sessions of a cache that is over. Processes may go on to use its memory."""
+        for session in [each for each in self if each.cache is cache]:
+            del self._sessions[session.number]
+            session.file.close()
+            _log.warning("session is over, with its memory session=%d", session.number)
 
     def sweep(self) -> None:
         """End the sessions whose processes are gone, and log those that have fallen silent."""

@@ -132,10 +132,10 @@ class ServedWorker(KVWorker):
         super().__init__(reads=self._reads, pages=pages, **parts)
         self._folder = folder_of(served.server)
         self._shape = model.shape
-        self._part = model.part(rank)
-        self._part_at = model.part_at(rank)
+        self._part, self._part_at = model.part_on_machine(rank)
         pin = self.device if served.host.pin and self.device.queues else None
-        self._arenas = MappedArenas(self._folder, model, pin)
+        machine = model.by_machine().rank_shape(rank // model.firsts.step)
+        self._arenas = MappedArenas(self._folder, machine, model.fingerprint, pin)
         self._held: SessionLock | None = None
         self._session = 0
         self._over_since: tuple[SessionLock, float] | None = None

@@ -24,11 +24,11 @@ from kvcore.connector.fusion_worker import PromisedFusionWorker, RefusingFusionW
 from kvcore.connector.guard import attempt
 from kvcore.connector.messages import StepReport
 from kvcore.connector.rank_guard import RankGuard
-from kvcore.connector.step_transport import Quorum
 from kvcore.connector.worker import ATTEMPTS, IDLE_WAIT_S, Load, StepWorker
 from kvcore.errors import EngineMustEnd, RankLostError, StepBroken, TransferError
 from kvcore.memory.device import Event, Stream
 from kvcore.transfer.graph import OpReport, RowError, TransferGraph
+from kvcore.transfer.quorum import Quorum
 from kvcore.worker.lifecycle import RankParts
 from kvcore_trtllm.messages import REPORTS, KVCoreMetadata, News, StepPlan
 

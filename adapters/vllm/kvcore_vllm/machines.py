@@ -7,19 +7,17 @@ kvcore would never end a load, and one with other blocks would read another slot
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import kvcore
 from kvcore.config import Config
 from kvcore.errors import UnsupportedError
 from kvcore.model.spec import ModelDescription
-from kvcore.runtime.build import hold_tiers, load_plugins
+from kvcore.runtime import machines as runtime
+from kvcore.runtime.build import hold_tiers
 from kvcore.tiers.held import Held
 
 if TYPE_CHECKING:
@@ -34,12 +32,7 @@ _SECTIONS = ("block", "namespace", "host", "points", "transfer", "fusion", "vllm
 
 Of ``[tiers]`` these are the names, plugins and capacities, and whether a tier is encrypted. Options
 may name a machine's own addresses: what one rank does not find where another has stored it is a
-miss. Of ``[disk]`` it is all but `_OF_A_MACHINE`.
-"""
-_KEYS = {"key_env", "key_file"}
-"""Places of a key. Each machine has its own; whether there is one is the same on all."""
-_OF_A_MACHINE = {"path", *_KEYS}
-"""Settings of a disk that each machine has for itself. Whether there is a disk is the same on all.
+miss. Of ``[disk]`` it is all but `kvcore.runtime.machines.OF_A_MACHINE`.
 """
 
 
@@ -62,9 +55,11 @@ class HeldDisks:
         """Prepare the disks, and return what the leader has to know of them, by tier.
 
         Does I/O, and blocks for some seconds if an engine still uses a disk. Returns None on a rank
-        that has no disks to prepare, and if they are prepared: vLLM asks again when it wakes up.
-        Raises ConfigError for options that do not fit.
+        that has no disks to prepare, behind a server, which has them, and if they are prepared:
+        vLLM asks again when it wakes up. Raises ConfigError for options that do not fit.
         """
+        if config.server.address is not None:
+            return None
         if rank not in model.firsts[1:] or self._release is not None:
             return None
         held, self._release = hold_tiers(config, model, rank)
@@ -86,24 +81,23 @@ def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
     """Return the settings that can be followed where the ranks are.
 
     On several machines a plugin's own tiers on a disk are off; ``tell`` says whether to log that.
-    Raises UnsupportedError if a server is to hold the KV of ranks on several machines, and
-    ConfigError for a tier whose plugin there is not.
+    Raises UnsupportedError for a server that ranks on other machines cannot reach, and ConfigError
+    for a tier whose plugin there is not.
     """
     count = machines(vllm_config)
     if count == 1:
         return config
-    if config.server.address is not None:
+    address = config.server.address
+    if address is not None and not address.startswith("tcp://"):
         raise UnsupportedError(
-            f"ranks on {count} machines behind a server (server.address): a server shares its "
-            "memory with ranks of its own machine only, and servers do not agree on their slots. "
-            "Leave the address away: each rank then has host memory of its own"
+            f"ranks on {count} machines behind a server at {address!r} (server.address), which is "
+            "on each machine another one: give all machines the first one's "
+            '"tcp://HOST:PORT", and start `kvcore server --machine NUMBER` on each other one'
         )
-    plugins = load_plugins(config)
-    kinds = {name: plugins.tier(tier.plugin) for name, tier in config.tiers.items()}
-    off = sorted(n for n, kind in kinds.items() if kind.medium == "disk" and kind.name != "disk")
-    if not off:
-        return config
-    if tell:
+    if address is not None:
+        return config  # the tiers are the servers'
+    config, off = runtime.without_plugin_disks(config)
+    if off and tell:
         _log.warning(
             "the tier %s is off: its plugin's leader cannot reach the files of ranks on other "
             "machines (there are %d machines); use kvcore's own disk (plugin disk), or a remote "
@@ -111,8 +105,7 @@ def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
             ", ".join(off),
             count,
         )
-    tiers = {name: tier for name, tier in config.tiers.items() if name not in off}
-    return config.model_copy(update={"tiers": tiers})
+    return config
 
 
 def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ()) -> Terms:
@@ -121,25 +114,12 @@ def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ())
     ``hooks`` are the identities of the plugins that change attention. The fingerprint of the model
     is left out: it is the leader's that counts, and a rank's may differ.
     """
-    tiers = {
-        name: (tier.plugin, tier.capacity, any(tier.options.get(key) for key in _KEYS))
-        for name, tier in config.tiers.items()
-    }
-    parts: dict[str, Any] = {name: getattr(config, name).model_dump() for name in _SECTIONS}
-    disk = config.disk
-    parts |= {
-        "disk": [disk.model_dump(exclude=_OF_A_MACHINE), disk.path is not None, disk.encrypted],
-        "tiers": sorted(tiers.items()),
+    more = {
         "attention plugins": sorted(hooks),
         "the model's cache": repr(replace(model, fingerprint=b"", alone=())),
-        "kvcore's version": kvcore.__version__,
+        "server.address": config.server.address,
     }
-    return Terms({name: _digest(part) for name, part in parts.items()})
-
-
-def _digest(part: Any) -> str:
-    text = json.dumps(part, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return Terms(runtime.terms_of(config, _SECTIONS, more))
 
 
 def check_terms(
@@ -158,9 +138,7 @@ def check_terms(
                 "with the same --kv-transfer-config on every machine, and with KVCoreConnector "
                 "alone, not in a MultiConnector; the log of its machine may say more"
             )
-        parts = own.parts.keys() | told.parts.keys()
-        other = sorted(name for name in parts if own.parts.get(name) != told.parts.get(name))
-        if other:
+        if other := runtime.differing(own.parts, told.parts):
             raise UnsupportedError(
                 f"{which} goes by other settings than the leader, on an engine over several "
                 f"machines: {', '.join(other)}. Give every machine the same ones; only disk.path, "

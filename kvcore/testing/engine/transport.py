@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcore.connector.step_transport import Quorum
 from kvcore.index.slots import SlotRun
 from kvcore.manager.base import Lane
 from kvcore.transfer.graph import OpReport, TransferGraph
+from kvcore.transfer.quorum import Quorum
 from kvcore.worker import KVWorker
 
 __all__ = ["DirectTransport"]

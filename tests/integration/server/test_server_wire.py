@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
+from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.curve import make_keys
 from kvcore.admin import commands as o
 from kvcore.config import Config
@@ -228,11 +229,11 @@ def test_a_message_past_the_bound_ends_its_connection_and_nothing_else(
     server: RunningServer, raw: Raw
 ) -> None:
     other = Raw(f"ipc://{server.server._folder.path}/server.sock")
-    other.send(m.HEADER, bytes(m.MAX_MESSAGE + 1))
+    other.send(m.HEADER, bytes(MAX_MESSAGE + 1))
     assert not other.socket.poll(300)
     assert isinstance(raw.ask(m.StatusRequest(6)), m.StatusReply)
     with pytest.raises(FormatError, match="at most"):
-        m.frames(m.SaveRequest(1, 1, bytes(m.MAX_MESSAGE + 1), SPACE))
+        m.frames(m.SaveRequest(1, 1, bytes(MAX_MESSAGE + 1), SPACE))
 
 
 # -- the client's side ------------------------------------------------------------------------

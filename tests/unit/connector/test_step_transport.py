@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.connector.step_transport import Outbox, Quorum
+from kvcore.connector.step_transport import Outbox
 from kvcore.index import BlockIndex, TierSpec
 from kvcore.index.slots import slot_runs
 from kvcore.manager import HOST, Backing, KVManager, Readiness, TransferOptions
 from kvcore.manager.base import Lane
 from kvcore.transfer.graph import OpReport, RowError, Span, TransferGraph, UnitTable
+from kvcore.transfer.quorum import Quorum
 from support.transfers import load_blocks, save_blocks
 
 # --- lanes ------------------------------------------------------------------------------------

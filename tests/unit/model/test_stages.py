@@ -82,8 +82,11 @@ def test_parts_one_by_one_fill_a_block(heads: int, ranks: int, layers: int, stag
         shape, (group,), b"model", ranks * stages, stages=even_stages(layers, stages)
     )
     every = range(made.world_size)
-    spans = {made.part(rank): (made.part_at(rank), made.rank_shape(rank).nbytes) for rank in every}
-    assert len({made.part_at(rank) for rank in every}) == len(spans)
+    spans = {
+        made.part(rank): (made.part_on_machine(rank)[1], made.rank_shape(rank).nbytes)
+        for rank in every
+    }
+    assert len({made.part_on_machine(rank)[1] for rank in every}) == len(spans)
     at = 0
     for start, nbytes in sorted(spans.values()):
         assert start == at
