@@ -61,8 +61,7 @@ class ServerConfig(SchemaModel):
     machines: list[Name] = Field(
         default_factory=list,
         description="Servers of an engine's other machines (`kvcore server --machine NUMBER`), by "
-        "the names of their keys: the first is that of machine 1. Only the server of machine 0 "
-        "reads it.",
+        "the names of their keys: the first is that of machine 1.",
     )
     models: int = Field(
         default=1,

@@ -234,9 +234,17 @@ class ModelDescription:
             )
         layers = LayerGroup(0, self.shape.block_tokens, tuple(range(self.shape.layers)))
         count = self.machines
-        return ModelDescription(
+        made = ModelDescription(
             self.shape, (layers,), self.fingerprint, count, stages=stages, machines=count
         )
+        for machine, first in enumerate(self.firsts):
+            heads = [self.head_range(rank) for rank in self.beside(first)]
+            if (min(heads)[0], max(heads)[1]) != made.head_range(machine):
+                raise LayoutError(
+                    f"{self.shape.kv_heads} KV heads for {tensor_ranks} ranks, {step} ranks on "
+                    f"each of {count} machines: supported are machines with equally many heads"
+                )
+        return made
 
     def part_on_machine(self, rank: int) -> tuple[Part, int]:
         """Return the part of ``rank`` within the part that its machine holds.

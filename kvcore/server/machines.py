@@ -207,7 +207,8 @@ class SpreadTransport(LocalTransport):
 
     def submit(self, graph: TransferGraph, lane: Lane | None = None) -> None:
         super().submit(graph, lane)
-        self._shared.submit(graph)
+        if lane is None:
+            self._shared.submit(graph)
 
     def cancel(self, graph_id: int) -> None:
         super().cancel(graph_id)

@@ -69,6 +69,8 @@ class EngineArgs:
     Args:
         ranks: tensor-parallel ranks of each stage, which share its KV heads.
         stages: pipeline stages, which share the layers.
+        machines: machines that hold equally many ranks each. All ranks run in this process; behind
+            servers, each copies to and from the memory of its own machine's.
         num_pages: pages of the engine's KV memory.
         page_tokens: tokens of a page.
         max_num_tokens: token budget of a step. Longer prompts are cut.
@@ -81,6 +83,7 @@ class EngineArgs:
 
     ranks: int = 1
     stages: int = 1
+    machines: int = 1
     num_pages: int = 256
     page_tokens: int = 16
     max_num_tokens: int = 1024
@@ -177,7 +180,12 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
             self.model.fingerprint,
             self.args.ranks * self.args.stages,
             stages=self._layers(),
+            machines=self.args.machines,
         )
+
+    def settings_on(self, config: Config, machine: int) -> Config:
+        """Return the settings of the ranks on a machine; ``config`` are those of the leader."""
+        return config
 
     def view(self, part: RankModel) -> KVView:
         """Return the view of a rank's pages that is given to kvcore."""
@@ -187,7 +195,12 @@ class ReferenceEngine(AbstractContextManager["ReferenceEngine"]):
         """Create a kvcore worker for each rank, and a leader that passes them graphs directly."""
         described = self.describe(config.block.tokens)
         self.workers = [
-            build_worker(config, described, rank, [self.view(part)])
+            build_worker(
+                self.settings_on(config, rank // described.firsts.step),
+                described,
+                rank,
+                [self.view(part)],
+            )
             for rank, part in enumerate(self._parts)
         ]
         transport = self.transport_type([made.worker for made in self.workers])

@@ -28,7 +28,7 @@ from kvcore.plugins import PluginManager, TierPlugin
 from kvcore.tiers.disk.store import lock_store
 from kvcore_vllm.connector import KVCoreConnector
 from kvcore_vllm.handshake import Told
-from kvcore_vllm.machines import Terms, check_terms, machines, terms_of, usable
+from kvcore_vllm.machines import HeldDisks, Terms, check_terms, machines, terms_of, usable
 from kvcore_vllm.messages import KVCoreMetadata, StepPlan
 from support.vllm_leader import MODEL
 
@@ -97,11 +97,19 @@ def test_a_plugins_own_disk_is_off_with_one_line_and_other_tiers_stay(
     assert usable(found, several, tell=True) is found
 
 
-def test_a_server_is_refused_by_name() -> None:
+def test_a_server_that_other_machines_do_not_reach_is_refused_by_name() -> None:
     given = config(server={"address": "ipc:///run/kvcore/kvcore.sock"})
     assert usable(given, over(1), tell=True) is given
-    with pytest.raises(UnsupportedError, match=r"2 machines behind a server \(server\.address\)"):
+    with pytest.raises(UnsupportedError, match="2 machines behind a server at 'ipc:///run"):
         usable(given, over(2), tell=True)
+    reached = config(server={"address": "tcp://10.0.0.1:7711", "keys": "keys"})
+    assert usable(reached, over(2), tell=True) is reached
+
+
+def test_behind_a_server_ranks_prepare_no_disk(tmp_path: Path) -> None:
+    served = config(disk={"path": str(tmp_path)}, server={"address": "tcp://10.0.0.1:7711"})
+    assert HeldDisks().prepare(served, replace(MODEL, world_size=2, machines=2), 1) is None
+    assert not list(tmp_path.iterdir())
 
 
 # -- the terms ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ What does not need an engine is in tests/adapters/vllm/test_machines.py.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvcore._util.curve import make_keys
 from kvcore.errors import KVCoreError
 from kvcore.harness.compare import (
     ALL,
@@ -38,7 +40,8 @@ from kvcore.harness.compare import (
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import smollm2, tiny_model
 from kvcore.harness.prompts import mixed, windows
-from kvcore_devtools.hosts import Network
+from kvcore.testing.waiting import until
+from kvcore_devtools.hosts import Host, Network
 from kvcore_devtools.servers import Server, Start, free_port, need_client, redis_like
 from kvcore_vllm.testing.conformance import STAGED
 
@@ -337,3 +340,92 @@ def test_disks_of_two_hosts_evict(two: Two, tmp_path: Path) -> None:
             assert reused > 0
             sizes = [sum(f.stat().st_size for f in (tmp_path / n).rglob("shard*")) for n in "ab"]
             assert max(sizes) <= capacity // 2
+
+
+# -- a server on each ---------------------------------------------------------------------------
+
+
+class Served:
+    """Settings of servers and ranks on hosts a and b, and the servers."""
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self._network, self._folder = network, folder
+        make_keys(folder / "keys", "b")
+        self._address = f"tcp://{network['a'].address}:{free_port()}"
+        self._running: dict[str, Any] = {}
+
+    def settings(self, name: str) -> dict[str, Any]:
+        return {
+            "host": {"capacity": "64MiB", "huge_pages": False},
+            "disk": {"path": str(self._folder / name / "disk"), "capacity": "64MiB"},
+            "transfer": {"load_deadline_s": 60.0},
+            "server": {
+                "address": self._address,
+                "folder": str(self._folder / name / "kv"),
+                "keys": str(self._folder / "keys"),
+                "machines": ["b"],
+                "deadline_s": 20.0,
+                "lease_s": 5.0,
+            },
+        }
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"server-{name}.log").read_text()
+
+    def start(self, name: str) -> None:
+        host: Host = self._network[name]
+        (self._folder / name / "disk").mkdir(parents=True, exist_ok=True)
+        lines = []
+        for table, values in self.settings(name).items():
+            lines += [f"[{table}]", *(f"{key} = {json.dumps(v)}" for key, v in values.items())]
+        config = self._folder / f"{name}.toml"
+        config.write_text("\n".join(lines))
+        command = [sys.executable, "-c", "from kvcore.cli import main; main()", "server"]
+        command += ["-c", str(config)]
+        command += ["--machine", "1"] if name == "b" else []
+        with (self._folder / f"server-{name}.log").open("ab") as log:
+            self._running[name] = host.start(command, stdout=log, stderr=log)
+
+    def kill(self, name: str) -> None:
+        process = self._running.pop(name)
+        process.kill()
+        process.wait()
+
+
+def test_servers_of_two_hosts(two: Two, network: Network, tmp_path: Path) -> None:
+    """KV outlives the engine on both hosts; a server that is killed costs hits alone."""
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=2)
+    documents = windows(model, 5, 100, 400, seed=12)
+    served = Served(network, tmp_path)
+    args: dict[str, Any] = {"tensor_parallel_size": 2, "other": served.settings("b")}
+    for name in ("a", "b"):
+        served.start(name)
+    until(lambda: "the server of machine 1 has joined" in served.log("a"))
+    with two(model, served.settings("a"), **args) as process:
+        right = answers(process, documents, cache_salt="alone")
+        cold = answers(process, documents[:4], batch=2)
+        assert_same_answers(cold, right[:4])
+        assert not any(answer.reused_tokens for answer in cold)
+        settle_and_empty(process)
+        got = answers(process, documents[:4], batch=2)
+        assert_same_answers(got, right[:4])
+        assert_whole("host", got, documents[:4])
+        process.settle(SETTLE_S)
+
+    with two(model, served.settings("a"), **args) as process:  # the servers have gone on
+        got = answers(process, documents[:4], batch=2)
+        assert_same_answers(got, right[:4])
+        assert_whole("host", got, documents[:4])
+        served.kill("b")
+        settle_and_empty(process)
+        assert_same_answers(answers(process, documents), right)
+        before = served.log("a").count("session begins")
+        served.start("b")
+        until(lambda: served.log("a").count("session begins") > before)
+        settle_and_empty(process)
+        got = answers(process, documents[:4])
+        assert_same_answers(got, right[:4])
+        assert_whole("disk", got, documents[:4])
+        served.kill("a")
+        settle_and_empty(process)
+        assert_same_answers(answers(process, documents), right)

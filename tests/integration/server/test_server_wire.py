@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
-from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.curve import make_keys
+from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore.admin import commands as o
 from kvcore.config import Config
 from kvcore.config.schema_server import ServerConfig

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvcore.errors import LayoutError
@@ -72,26 +74,57 @@ def test_even_stages_split_the_layers() -> None:
     assert model(3, stages=even_stages(6, 3)).stages == ((0, 2), (2, 4), (4, 6))
 
 
-@given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4))
-def test_parts_one_by_one_fill_a_block(heads: int, ranks: int, layers: int, stages: int) -> None:
-    """Ranks that hold the same have it in one place."""
+@given(
+    st.integers(1, 6), st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 8)
+)
+def test_parts_one_by_one_fill_what_their_machine_holds(
+    heads: int, ranks: int, layers: int, stages: int, machines: int
+) -> None:
+    """Ranks that hold the same have it in one place. One machine holds whole blocks."""
     shape = BlockShape(layers, heads, head_dim=4, block_tokens=16, dtype="int8")
     stages = min(stages, layers)
     group = LayerGroup(0, 16, tuple(range(layers)))
+    assume(ranks * stages % machines == 0)
     made = ModelDescription(
-        shape, (group,), b"model", ranks * stages, stages=even_stages(layers, stages)
+        shape,
+        (group,),
+        b"model",
+        ranks * stages,
+        stages=even_stages(layers, stages),
+        machines=machines,
     )
-    every = range(made.world_size)
-    spans = {
-        made.part(rank): (made.part_on_machine(rank)[1], made.rank_shape(rank).nbytes)
-        for rank in every
-    }
-    assert len({made.part_on_machine(rank)[1] for rank in every}) == len(spans)
-    at = 0
-    for start, nbytes in sorted(spans.values()):
-        assert start == at
-        at += nbytes
-    assert at == shape.nbytes
+    step = ranks * stages // machines
+    split = step % ranks and ranks % step
+    uneven = heads < ranks and not split and step < ranks and heads % (ranks // step)
+    try:
+        shared = made.by_machine()
+    except LayoutError:
+        assert split or uneven
+        return
+    assert not split
+    for machine, first in enumerate(made.firsts):
+        mine, whole = made.beside(first), shared.part(machine)
+        cells = {cell for rank in mine for cell in _cells(made.part(rank))}
+        assert cells == set(_cells(whole))
+        spans = {
+            made.part(rank): (made.part_on_machine(rank)[1], made.rank_shape(rank).nbytes)
+            for rank in mine
+        }
+        assert len({made.part_on_machine(rank)[1] for rank in mine}) == len(spans)
+        at = 0
+        for start, nbytes in sorted(spans.values()):
+            assert start == at
+            at += nbytes
+        assert at == shared.rank_shape(machine).nbytes
+        for rank in mine:
+            part = made.part_on_machine(rank)[0]
+            moved = {(h + whole.heads[0], n + whole.layers[0]) for h, n in _cells(part)}
+            assert moved == set(_cells(made.part(rank)))
+
+
+def _cells(part: Part) -> Iterator[tuple[int, int]]:
+    """Yield each head of each layer."""
+    return product(range(*part.heads), range(*part.layers))
 
 
 def kept(ranks: int, windows: bool, by_heads: bool, heads: int = 2) -> ModelDescription:
