@@ -28,6 +28,7 @@ from kvcore.model.keys import KEY_BYTES
 from kvcore.runtime.build import geometry, hold_tiers, load_plugins
 from kvcore.runtime.tiers import BackingOpener
 from kvcore.server import machine_messages as m
+from kvcore.server.exporter import show
 from kvcore.server.machines import server_terms
 from kvcore.server.messages import ServerReply
 from kvcore.server.rpc import Link
@@ -63,9 +64,9 @@ class _Cache:
         described = asked.model.described
         config = model_config(config, described)
         self._arena, self._folder, self._model = f"arena-{asked.cache}", folder, asked.model
-        metrics = Metrics(f"{self._arena}-io", enabled=config.metrics.enabled)
+        self.metrics = Metrics(f"{self._arena}-io", enabled=config.metrics.enabled)
         self.worker = tier_worker(
-            config, asked.model, machine, asked.slots, folder, self._arena, metrics
+            config, asked.model, machine, asked.slots, folder, self._arena, self.metrics
         )
         try:
             self.held, self._release = hold_tiers(config, described, machine)
@@ -129,6 +130,8 @@ class MachineServer:
         self._parts: dict[int, _Part] = {}
         self._sessions: dict[int, _Session] = {}
         self._refused: list[tuple[int, OpReport]] = []
+        self._metrics = Metrics(f"machine{machine}", enabled=config.metrics.enabled)
+        self._close_exporter: Callable[[], None] = lambda: None
         self._orders: dict[type, Callable[[Any], None]] = {
             m.PrepareCache: self._prepare,
             m.OpenCache: self._open,
@@ -151,8 +154,11 @@ class MachineServer:
         folder, memory = folder_of(server), memory_of(server)
         self._folder = RuntimeDir(folder, None if memory == folder else memory)
         try:
+            if server.metrics is not None:
+                self._close_exporter = show(self._metrics, server.metrics)
             self._link = Link(server, self._obey)
         except BaseException:
+            self._close_exporter()
             self._folder.close()
             raise
         self._thread = ThreadPoolExecutor(1, "kvcore-prepare")
@@ -181,7 +187,7 @@ class MachineServer:
         self._link.drain(BUSY_WAIT_S if self._busy else IDLE_WAIT_S)
         self._tell_prepared()
         self._tell_reports()
-        self._tell_freed()
+        self._sweep()
         self._beat()
         if self._lost:
             _log.warning("the server of machine 0 %s: its sessions here are over", self._lost)
@@ -197,6 +203,7 @@ class MachineServer:
 
     def close(self) -> None:
         """Finish the writes, and give everything back. Blocks."""
+        self._close_exporter()
         self._forget()
         self._thread.shutdown(wait=True)
         self._link.close()
@@ -353,11 +360,15 @@ class MachineServer:
                 some = reports[start : start + MAX_REPORTS]
                 self._tell(m.MachineReports(self._link.ref(), number, some))
 
-    def _tell_freed(self) -> None:
+    def _sweep(self) -> None:
+        """Count what was moved, and tell which sessions no process holds any more."""
         now = self._clock()
         if now - self._swept < SWEEP_S:
             return
         self._swept = now
+        for part in self._parts.values():
+            if part.cache is not None:
+                self._metrics.absorb(part.cache.metrics.delta())
         for number, session in list(self._sessions.items()):
             if session.ends and session.file.ended():
                 del self._sessions[number]

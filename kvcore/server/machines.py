@@ -315,7 +315,7 @@ class Machines:
                 "NUMBER` there, with server.machines naming its keys"
             )
         number = next(self._numbers)
-        cache = SharedCache(number, lambda order: self._tell(needed, order), needed)
+        cache = SharedCache(number, lambda order: self._tell(number, needed, order), needed)
         for machine in needed:
             self._joined[machine].caches[number] = cache
         cache.prepare(model, slots)
@@ -327,10 +327,13 @@ class Machines:
             if joined.caches.pop(cache.number, None) is not None:
                 self._send(joined.client, DropCache(0, cache.number))
 
-    def _tell(self, machines: Sequence[int], order: Order) -> None:
+    def _tell(self, number: int, machines: Sequence[int], order: Order) -> None:
+        """Send an order about a cache to the machines that still have it."""
         for machine in machines:
             joined = self._joined.get(machine)
-            if joined is not None and not self._send(joined.client, order):
+            if joined is None or number not in joined.caches:
+                continue
+            if not self._send(joined.client, order):
                 self._lose(machine, "takes no more orders")
 
     # -- what they tell -----------------------------------------------------------------------

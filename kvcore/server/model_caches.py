@@ -197,7 +197,10 @@ class ModelCaches:
 
     def stop_preparing(self) -> None:
         """Wait for the model that is being prepared, and close its cache. Blocks."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for preparing in self._preparing.values():
+            if preparing.made is not None:
+                preparing.made.cancel()
+        self._thread.shutdown(wait=True)  # after it has closed what is over
         for preparing in self._preparing.values():
             if (cache := preparing.cache) is not None:
                 cache.close()

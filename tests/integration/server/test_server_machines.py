@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvcore._util.curve import make_keys
 from kvcore.config import Config
+from kvcore.runtime.build import hold_tiers
 from kvcore.server.machine_server import MachineServer
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
 from kvcore.testing.waiting import PATIENCE_S, until
@@ -370,6 +371,26 @@ def test_a_machine_that_misses_an_order_gives_up_what_it_has(
     assert serve(engine, prompt)[0] == plain(prompt)
     home.joined(engine)
     until(lambda: serve(engine, prompt) == (plain(prompt), {"disk": 96}))
+
+
+def test_what_is_cleared_is_erased_on_every_machine(site: Callable[..., Site]) -> None:
+    home = site(2)
+    home.start()
+    engine = home.engine()
+    described = engine.describe(16).by_machine()
+    serve(engine, words(1, 100))
+    serve(engine, words(2, 100))
+    home.settle()
+    assert engine.leader.manager.clear() > 0
+    home.settle()
+    home.close_engine(engine)
+    for machine in range(2):
+        home.stop(machine)
+    for machine in range(2):
+        held, release = hold_tiers(home.config(machine), described, machine)
+        release()
+        assert held["disk"].num_slots > 0
+        assert not held["disk"].slots, f"machine {machine} still has blocks"
 
 
 STEPS = st.lists(
