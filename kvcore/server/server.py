@@ -333,8 +333,10 @@ class Server:
         try:
             self._socket.send_multipart([client, *frames(reply)], zmq.NOBLOCK)
         except (zmq.ZMQError, FormatError) as error:
-            gone = isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH
-            _log.log(logging.DEBUG if gone else logging.WARNING, "a reply is lost: %s", error)
+            if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
+                _log.debug("its client is gone: %s", type(reply).__name__)
+            else:
+                _log.warning("a reply is lost: %s", error)
             return False
         return True
 
