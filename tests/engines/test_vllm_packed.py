@@ -221,6 +221,24 @@ def test_a_restart_finds_what_was_stored(served: Served, folder: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
+def test_another_division_of_pages_finds_nothing(
+    served: Served, folder: Path, tmp_path: Path
+) -> None:
+    """It starts another engine, on a copy of the disk."""
+    if served.kind.plugin != "context":
+        pytest.skip("its ranks have all tokens of a page")
+    prompts = [prompt(70), prompt(71, 200)]
+    cold = served.ask(prompts, "division")
+    served.process.settle()
+    shutil.copytree(folder / "kv", tmp_path / "kv")
+    other = served.kind._replace(args={**served.kind.args, "cp_kv_cache_interleave_size": 4})
+    with started(other, tmp_path) as process:
+        found = served._replace(process=process).ask(prompts, "division")
+        assert_same(found, cold)
+        assert [answer.tiers for answer in found] == [{}] * 2
+
+
+@pytest.mark.exhaustive
 def test_a_server_and_a_store_give_what_another_engine_wrote(kind: Kind, tmp_path: Path) -> None:
     options = {"path": str(tmp_path / "shared"), "lookup_s": 60.0}
     far = {"tiers": {"far": {"plugin": "files", "capacity": "1GiB", "options": options}}}

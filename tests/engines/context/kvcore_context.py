@@ -14,6 +14,7 @@ take the bytes of another block.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,11 @@ def _remember_interleave(attention: Any) -> None:
 def _map_slots() -> None:
     from vllm.utils import cpu_triton_utils
 
-    # vLLM's workers register it where Triton is missing
-    setattr(cpu_triton_utils, "_compute_slot_mapping_kernel_impl", _slots)  # noqa: B010
+    module: Any = cpu_triton_utils
+    if (older := getattr(module, "compute_slot_mapping_kernel", None)) is not None:  # vLLM 0.30
+        older.func = functools.wraps(older.func)(_older_slots)
+    else:  # workers register it where Triton is missing
+        module._compute_slot_mapping_kernel_impl = _slots
 
 
 def _keep_masks() -> None:
@@ -89,12 +93,12 @@ def _slots(
     block_table: Any,
     block_table_stride: int,
     slot_mapping: Any,
-    KV_CACHE_BLOCK_SIZE: int,  # noqa: N803 - vLLM names them so
-    TOTAL_CP_WORLD_SIZE: int,  # noqa: N803
-    TOTAL_CP_RANK: int,  # noqa: N803
-    CP_KV_CACHE_INTERLEAVE_SIZE: int,  # noqa: N803
-    PAD_ID: int,  # noqa: N803
-    BLOCK_SIZE: int,  # noqa: N803
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    BLOCK_SIZE: int,
 ) -> None:
     slot_mapping[num_tokens:max_num_tokens] = PAD_ID
     for request in range(len(query_start_loc) - 1):
@@ -109,6 +113,13 @@ def _slots(
         )
         found = block_table[request, page].long() * KV_CACHE_BLOCK_SIZE + slot
         slot_mapping[start:stop] = found.where(rank == TOTAL_CP_RANK, PAD_ID)
+
+
+def _older_slots(**named: Any) -> None:
+    if named.pop("BLOCKS_PER_KV_BLOCK", 1) != 1:
+        raise NotImplementedError("pages that kernels cut")
+    del named["block_size"]
+    _slots(**named)
 
 
 def _write(self: Any, layer: Any, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> None:
