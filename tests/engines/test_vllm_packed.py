@@ -55,6 +55,11 @@ class Kind(NamedTuple):
 SMALL = {"block_size": PAGE}
 DIVIDED = {**SMALL, "tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 RUNS = {**DIVIDED, "cp_kv_cache_interleave_size": 8}
+# The kernel takes pages of 16 tokens. On a CPU with AMX vLLM would choose one without float32.
+LATENTS = {
+    **DIVIDED, "block_size": PAGE // 2, "attention_backend": "CPU_MLA",
+    "num_gpu_blocks_override": 160,
+}  # fmt: skip
 KINDS = {
     "sides": Kind("sides", SMALL),
     "sides-v2": Kind("sides", SMALL, V2),
@@ -68,6 +73,7 @@ KINDS = {
     "context": Kind("context", DIVIDED, page=2 * PAGE),
     "context-runs": Kind("context", RUNS, page=2 * PAGE),
     "context-v2": Kind("context", RUNS, V2, page=2 * PAGE),
+    "context-latents": Kind("context", LATENTS, page=PAGE),
     "context-0.30": Kind("context", DIVIDED, python="vllm-0.30", page=2 * PAGE),
     "context-0.33": Kind("context", RUNS, python="vllm-0.33", page=2 * PAGE),
 }
@@ -116,7 +122,12 @@ def started(kind: Kind, folder: Path | None, more: dict[str, Any] | None = None)
         found = [str(HERE / kind.plugin), os.environ.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(found)
         env[f"KVCORE_{kind.plugin.upper()}"] = str(folder / "mistake") if folder is not None else ""
-    if kind.plugin:
+    if "attention_backend" in options:
+        model = tiny_model(
+            "deepseek_v2", layers=3, heads=4, kv_heads=4, head_dim=64, latent=(512, 64),
+            vocabulary=VOCABULARY,
+        )  # fmt: skip
+    elif kind.plugin:
         heads = 1 if kind.plugin == "context" else 2
         model = tiny_model("llama", layers=3, heads=4, kv_heads=heads, vocabulary=VOCABULARY)
     else:

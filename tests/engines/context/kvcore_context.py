@@ -31,11 +31,65 @@ def install() -> None:
     attention.do_kv_cache_update = _write
     attention.forward = _attend
     _remember_interleave(attention)
+    _gather_latents()
     _map_slots()
     if os.environ.get("TRITON_INTERPRET") == "1":
         _keep_masks()
     if MISTAKE:
         _read_wrong_pages()
+
+
+def _gather_latents() -> None:
+    """Have latent attention read the pages of all ranks, as if one rank had them.
+
+    There each gathered page is cut into as many of the kernel's as there are ranks.
+    """
+    import torch
+    from vllm.distributed import get_dcp_group
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    module: Any = mla_attention
+    kind: Any = CPUMLAImpl
+    kind.supports_dcp = kind.can_return_lse_for_decode = True
+    _remember_interleave(kind)
+
+    def one_rank() -> None:
+        raise AssertionError
+
+    module.get_dcp_group = one_rank  # it plans for the pages of one rank
+    _cut_pages(module.MLACommonMetadataBuilder)
+
+    def gathered(right: Any) -> Any:
+        def read(self: Any, q: Any, cache: Any, *rest: Any, **named: Any) -> Any:
+            group = get_dcp_group()
+            pages = group.all_gather(cache[None].contiguous(), dim=0)
+            count, size = group.world_size, cache.shape[1]
+            _, rank, slot = place(torch.arange(count * size), size, count, self.interleave)
+            whole = pages[rank, :, slot].transpose(0, 1).reshape(-1, size, cache.shape[2])
+            return right(self, q, whole, *rest, **named)
+
+        return read
+
+    for name in ("forward_mqa", "_compute_prefill_context"):
+        setattr(kind, name, gathered(getattr(kind, name)))
+
+
+def _cut_pages(builder: Any) -> None:
+    import torch
+    from vllm.distributed import get_dcp_group
+
+    right = builder.build
+
+    def build(self: Any, *args: Any, **named: Any) -> Any:
+        made, count = right(self, *args, **named), get_dcp_group().world_size
+        for part in (made.prefill, made.decode):
+            if part is not None:
+                table = part.block_table[..., None] * count + torch.arange(count)
+                part.block_table = table.flatten(1).to(part.block_table.dtype)
+        return made
+
+    builder.build = build
 
 
 def _remember_interleave(attention: Any) -> None:
