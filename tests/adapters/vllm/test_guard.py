@@ -250,19 +250,29 @@ def test_wrong_settings_still_stop_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert connector._build_scheduler(SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
-def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans() -> None:
-    """Otherwise a request would wait forever for its load."""
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans(ranks: int) -> None:
+    """Otherwise a request would wait forever for its load.
+
+    ``ranks`` have other tokens of a page each.
+    """
     connector = connector_of(LeaderRig())
     connector._model = None
-    spec = SimpleNamespace(block_size=UNIT_TOKENS)
+    spec = SimpleNamespace(block_size=UNIT_TOKENS // ranks, dcp_sharded=True)
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[assignment]
-    alone = SimpleNamespace(tensor_parallel_size=1, nnodes_within_dp=1, **WITHOUT_CONTEXT)
+    alone = SimpleNamespace(
+        tensor_parallel_size=1,
+        nnodes_within_dp=1,
+        **WITHOUT_CONTEXT | {"decode_context_parallel_size": ranks},
+    )
     connector._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
     connector.register_kv_caches({})
-    connector.handle_preemptions(KVCoreMetadata.of(StepPlan(async_loads=[("r", load_graph(1))])))
+    plan = StepPlan(async_loads=[("r", load_graph(1))], sync_loads=[load_graph(2)])
+    connector.handle_preemptions(KVCoreMetadata.of(plan))
     connector.wait_for_save()
     assert connector.get_transfer_results(set()).failed_recving == {"r"}
+    assert connector.get_block_ids_with_load_errors() == {2}
 
 
 # -- the worker's half --------------------------------------------------------------------------
