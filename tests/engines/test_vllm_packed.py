@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,15 +30,18 @@ from kvcore.harness.compare import small_engine as engine
 from kvcore.harness.engine_process import EngineProcess, Generation
 from kvcore.harness.models import tiny_model
 from kvcore.harness.prompts import words
+from kvcore.testing.conformance import CASES, Kit, run
+from kvcore.testing.conformance.driver import Engine, Setup
 from kvcore_devtools.server_fixture import RunningServer
 from kvcore_devtools.server_fixture import settings as server_settings
-from kvcore_vllm.testing.conformance import STAGED
+from kvcore_vllm.testing.conformance import STAGED, VllmDriver
 from kvcore_vllm.testing.rig import V2
 from support.environments import kinds_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
 VOCABULARY, PAGE = 512, 32
 ANSWER = 12
 
@@ -119,8 +123,7 @@ def started(kind: Kind, folder: Path | None, more: dict[str, Any] | None = None)
         options["enable_prefix_caching"] = False
     env = {**kind.env}
     if kind.plugin and (options.keys() & OF_CONTEXT or kind.plugin == "sides"):
-        found = [str(HERE / kind.plugin), os.environ.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(found)
+        env["PYTHONPATH"] = os.pathsep.join([str(HERE / kind.plugin), PYTHONPATH])
         env[f"KVCORE_{kind.plugin.upper()}"] = str(folder / "mistake") if folder is not None else ""
     if "attention_backend" in options:
         model = tiny_model(
@@ -268,3 +271,41 @@ def test_a_server_and_a_store_give_what_another_engine_wrote(kind: Kind, tmp_pat
                     found = [answer.tiers for answer in warm]
                     assert found == [{tier: held(len(one), kind)} for one in asked]
                 process.settle()
+
+
+CASES_OF_CONTEXT = {
+    "host-hit", "partial-hit", "page-borders", "next-turn", "many-at-once", "shared-prefixes",
+    "asked-again-at-once", "abort-while-saving", "abort-while-loading", "chunked-prefill",
+    "preemption", "disk-hit-after-restart", "clear-forgets", "corrupt-block", "vanished-block",
+    "a-read-that-fails",
+}  # fmt: skip
+
+
+class Divided(VllmDriver):
+    """An engine with two ranks, which divide each page of 16 tokens if kvcore serves it."""
+
+    name = "vllm:context"
+
+    def start(self, setup: Setup) -> Engine:
+        found = [HERE / "context", *map(Path, filter(None, PYTHONPATH.split(os.pathsep)))]
+        return super().start(replace(setup, path=(*setup.path, *found)))
+
+    def arguments(self, setup: Setup) -> dict[str, Any]:
+        made = super().arguments(setup) | {"tensor_parallel_size": 2}
+        if setup.kvcore is not None:
+            made |= {**RUNS, "block_size": 8, "cp_kv_cache_interleave_size": 4}
+            if setup.memory_tokens is not None:
+                made["num_gpu_blocks_override"] = setup.memory_tokens // 16
+        return made
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_cases_of_the_kit_with_context_parallelism(asynchronous: bool, tmp_path: Path) -> None:
+    driver = Divided()
+    driver.asynchronous = asynchronous
+    model = tiny_model("llama", layers=4, heads=4, kv_heads=1, vocabulary=driver.vocabulary)
+    with Kit(driver, tmp_path, model=model) as kit:
+        results = run(kit, [case for case in CASES if case.name in CASES_OF_CONTEXT])
+    found = {result.case: (result.outcome, result.why) for result in results}
+    assert found == dict.fromkeys(CASES_OF_CONTEXT, ("passed", ""))

@@ -23,10 +23,13 @@ MISTAKE = os.environ.get("KVCORE_CONTEXT", "")
 
 
 def install() -> None:
-    """Have vLLM's attention on CPUs serve context parallelism."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as Attention
+    """Have vLLM's attention on CPUs serve context parallelism, in pages of 8 tokens too."""
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-    attention: Any = Attention
+    sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(8)])
+    setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)  # noqa: B010
+    attention: Any = CPUAttentionBackendImpl
     attention.supports_dcp = attention.can_return_lse_for_decode = True
     attention.do_kv_cache_update = _write
     attention.forward = _attend
@@ -119,7 +122,7 @@ def _keep_masks() -> None:
 
     The interpreter keeps these as numbers 0 and 1, and its loads want truth values.
     """
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
 
     builder: Any = interpreter.InterpreterBuilder
     right = builder.create_masked_load
@@ -238,4 +241,4 @@ def _read_wrong_pages() -> None:
             slots = np.bitwise_xor(slots, 1)
         right(self, view, units, arena, slots, *rest)
 
-    DeviceCopy._copy = wrong  # type: ignore[method-assign]
+    setattr(DeviceCopy, "_copy", wrong)  # noqa: B010
