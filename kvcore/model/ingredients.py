@@ -217,9 +217,11 @@ class ModelIdentity:
         default=None,
         metadata=_told(
             "what decides the format of pages that are stored as the engine has them: two caches "
-            "in a layer, layers with unlike heads, scales beside the values, packed latents",
+            "in a layer, layers with unlike heads, scales beside the values, packed latents, pages "
+            "of which each rank has other tokens",
             vllm="its version, the device, the settings and variables that choose kernels, the "
-            "layout, the number of ranks and the bytes of each layer's page",
+            "layout, the number of ranks and the bytes of each layer's page, and with context "
+            "parallelism both of its sizes and the interleave",
             sglang="such models run untouched",
             trtllm="such models run untouched",
             younger=True,

@@ -46,6 +46,7 @@ from kvcore_vllm.build import (
     refusing_worker_connector,
     warm_up_blends,
 )
+from kvcore_vllm.context import context_sizes, page_tokens
 from kvcore_vllm.describe import dense_windows, describe
 from kvcore_vllm.engine import tell_untried
 from kvcore_vllm.events import engine_event
@@ -379,7 +380,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Build this rank's worker, or one that refuses all work if kvcore cannot move its KV."""
         groups = self._kv_cache_config.kv_cache_groups
-        sizes = [getattr(group.kv_cache_spec, "block_size", 1) for group in groups]
+        sizes = [page_tokens(self._vllm_config, group.kv_cache_spec) for group in groups]
         worker = self._build_worker(kv_caches)
         try:
             worker = worker or refusing_worker_connector(self._vllm_config, sizes)
@@ -430,7 +431,8 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         if machines(self._vllm_config) > 1:
             if self._model is None or get_kv_transfer_group() is not self:
                 return None
-            terms = terms_of(self._config, self._model, self._hooks)
+            context = context_sizes(self._vllm_config)
+            terms = terms_of(self._config, self._model, self._hooks, context)
             rank = parallel.rank % self._model.world_size
             held = self._disks.prepare(self._config, self._model, rank)
             return Told(self._stages, terms, held)
@@ -528,7 +530,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if several:
                 check_terms(
-                    terms_of(self._config, model, self._hooks),
+                    terms_of(self._config, model, self._hooks, context_sizes(self._vllm_config)),
                     {place: found.terms for place, found in told.items()},
                     parallel.pipeline_parallel_size,
                     parallel.tensor_parallel_size,
@@ -610,7 +612,7 @@ class KVCoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._waiting.append(request.request_id)
             return
         [pages], [group] = blocks.get_block_ids(), self._kv_cache_config.kv_cache_groups
-        size = group.kv_cache_spec.block_size
+        size = page_tokens(self._vllm_config, group.kv_cache_spec)
         self._pages += pages[tokens.start // size : -(-tokens.stop // size)]
 
     def _take_promises(self, output: SchedulerOutput) -> Promises:

@@ -28,6 +28,7 @@ from kvcore.errors import UnsupportedError
 from kvcore.model.points import PointShape, RowHeads, StateGroup, WindowGroup, over_stages
 from kvcore.model.shape import BlockShape
 from kvcore.model.spec import LayerGroup, ModelDescription
+from kvcore_vllm.context import check_context, context_parallel, page_tokens, ranks_of_stage
 from kvcore_vllm.engine import verdict
 from kvcore_vllm.identity import WITHOUT_DRAFT, draft_of, model_identity, packed_identity
 from kvcore_vllm.packed import (
@@ -81,6 +82,7 @@ def describe(
     all; empty for one stage.
     """
     _check_parallelism(vllm_config, len(stages))
+    check_context(vllm_config, kv_cache_config)
     _check_speculation(vllm_config)
     states = state_specs(kv_cache_config)
     windows, dense = _window_groups(kv_cache_config, dense_windows, stages)
@@ -95,7 +97,7 @@ def describe(
             vllm_config, kv_cache_config, block_tokens, dense_windows, stages, why, states, step
         )
     layers = _layers_of_stages(order, stages)
-    groups = _groups(kv_cache_config, windows, order)
+    groups = _groups(vllm_config, kv_cache_config, windows, order)
     specs = _served_specs(kv_cache_config, windows)
     if not states:
         _check_page_writers(kv_cache_config)
@@ -205,7 +207,7 @@ def _describe_packed(
         raise UnsupportedError(f"{why} beside windows, which only resume points keep, and {dense}")
     spare = _spare(vllm_config, kv_cache_config)
     seen = [page_window(vllm_config, kv_cache_config, index, spare) for index in windows]
-    specs, ranks = first_specs(kv_cache_config), vllm_config.parallel_config.tensor_parallel_size
+    specs, ranks = first_specs(kv_cache_config), ranks_of_stage(vllm_config)
     layers = _layers_of_stages(order, stages)
     identity = model_identity(
         vllm_config,
@@ -222,10 +224,11 @@ def _describe_packed(
             "prefix_match_unit out, if it is set"
         )
     _log.info("blocks keep vLLM's pages of %d tokens as they are: %s", packed.page_tokens, why)
-    shares = 1 if not states and all_latents(specs) else ranks
+    alike = not states and all_latents(specs) and not context_parallel(vllm_config)
+    shares = 1 if alike else ranks
     plain = ModelDescription(
         packed.shape(block_tokens, shares, layers),
-        _groups(kv_cache_config, windows, order),
+        _groups(vllm_config, kv_cache_config, windows, order),
         identity.fingerprint,
         ranks * max(len(stages), 1),
         stages=layers,
@@ -392,10 +395,6 @@ def _check_parallelism(vllm_config: VllmConfig, stages: int) -> None:
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}, and the layers of {stages} "
             "stages: kvcore serves stages of which it knows all"
         )
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, name, 1)
-        if size > 1:
-            raise UnsupportedError(f"{name}={size}; kvcore serves {name}=1 on vLLM")
 
 
 def _check_speculation(vllm_config: VllmConfig) -> None:
@@ -495,21 +494,25 @@ def _layer_order(kv_cache_config: KVCacheConfig, windows: Sequence[int]) -> list
 
 
 def _groups(
-    kv_cache_config: KVCacheConfig, windows: Sequence[int], order: Sequence[_Place]
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    windows: Sequence[int],
+    order: Sequence[_Place],
 ) -> tuple[LayerGroup, ...]:
     """Return vLLM's groups; those of ``windows`` have no layers of blocks."""
     canonical = {name: i for i, (*_, name) in enumerate(order)}
     groups = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        tokens = page_tokens(vllm_config, group.kv_cache_spec)
         if keeps_states(group):
-            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), of="states"))
+            groups.append(LayerGroup(index, tokens, (), of="states"))
             continue
         if index in windows:
-            groups.append(LayerGroup(index, group.kv_cache_spec.block_size, (), of="windows"))
+            groups.append(LayerGroup(index, tokens, (), of="windows"))
             continue
         names = tuple(sorted(group.layer_names, key=canonical.__getitem__))
         layers = tuple(canonical[name] for name in names)
-        groups.append(LayerGroup(index, group.kv_cache_spec.block_size, layers, names))
+        groups.append(LayerGroup(index, tokens, layers, names))
     return tuple(groups)
 
 

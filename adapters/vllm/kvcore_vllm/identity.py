@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from kvcore.model.identity import Weights, rope_rule, weights_identity
 from kvcore.model.ingredients import MediaIdentity, ModelIdentity, kv_fields, split_config
 from kvcore.model.weights import fingerprint_code, fingerprint_files
+from kvcore_vllm.context import context_sizes
 from kvcore_vllm.specs import layout_of
 
 if TYPE_CHECKING:
@@ -371,6 +372,8 @@ def packed_identity(
         "tokens": packed.page_tokens,
         "pages": [[name, n] for name, n in zip(names, packed.page_nbytes, strict=True)],
     }
+    if context := context_sizes(vllm_config):
+        found["context"] = context
     if stages:
         found["stages"] = _split(stages)
     if windows:

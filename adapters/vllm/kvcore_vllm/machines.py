@@ -108,14 +108,21 @@ def usable(config: Config, vllm_config: VllmConfig, *, tell: bool) -> Config:
     return config
 
 
-def terms_of(config: Config, model: ModelDescription, hooks: Iterable[str] = ()) -> Terms:
+def terms_of(
+    config: Config,
+    model: ModelDescription,
+    hooks: Iterable[str] = (),
+    context: Mapping[str, int] | None = None,
+) -> Terms:
     """Return what leader and ranks must have in common.
 
-    ``hooks`` are the identities of the plugins that change attention. The fingerprint of the model
+    ``hooks`` are the identities of the plugins that change attention, and ``context`` says which
+    tokens a rank has of a page (`kvcore_vllm.context.context_sizes`). The fingerprint of the model
     is left out: it is the leader's that counts, and a rank's may differ.
     """
     more = {
         "attention plugins": sorted(hooks),
+        "context parallelism": context,
         "the model's cache": repr(replace(model, fingerprint=b"", alone=())),
         "server.address": config.server.address,
     }

@@ -1,7 +1,8 @@
 """Models whose pages kvcore stores as they are: their format is vLLM's own.
 
 Such are two caches in a layer (latents and a sparse index), layers with unlike heads, values with
-their scales beside them, and packed latents. An index keeps the keys of a page, then their scales.
+their scales beside them, packed latents, and pages of which each rank has other tokens
+(`kvcore_vllm.context`). An index keeps the keys of a page, then their scales.
 Beside them there may be layers with a window: DeepSeek V4 has windows of latents, and of the states
 of its compressors. Resume points have the last pages of those.
 
@@ -28,6 +29,7 @@ from kvcore.memory.layout import KVView
 from kvcore.memory.runs import byte_pages, whole_pages
 from kvcore.model.packed import PackedPages
 from kvcore.model.points import PageWindow
+from kvcore_vllm.context import context_parallel, page_tokens
 from kvcore_vllm.specs import first_specs, keeps_states, leaf_specs, page_nbytes
 
 if TYPE_CHECKING:
@@ -70,6 +72,8 @@ def why_packed(
     ``order`` names the layers, with the number of each.
     """
     specs, nbytes = first_specs(kv_cache_config), page_nbytes(vllm_config, kv_cache_config)
+    if context_parallel(vllm_config):
+        return "context parallelism"
     if len({place[:2] for place in order}) < len(order):
         return "two caches in a layer"
     for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True):
@@ -123,7 +127,7 @@ def packed_pages(
             _check_kinds(group, why, _WINDOWS if index in windows else _SERVED)
     if not specs:
         raise UnsupportedError(f"{why}, and every layer has a window: nothing is left for blocks")
-    sizes = {spec.block_size for spec in specs}
+    sizes = {page_tokens(vllm_config, spec) for spec in specs}
     if len(sizes) > 1:
         raise UnsupportedError(f"{why} in pages of {sorted(sizes)} tokens: kvcore serves one size")
     if not beside and len({(spec.dtype, spec.kv_quant_mode) for spec in specs}) > 1:

@@ -12,6 +12,7 @@ FUSION = "blends"
 TIER_PROBE = "secondary tier"
 LORA = "blends with LoRA"
 STATES = "states"
+CONTEXT = "context parallelism"
 SWITCH_PROBE = "switch"
 
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
@@ -271,6 +272,20 @@ PROBES = (
             Binds("vllm.v1.core.kv_cache_utils:resolve_kv_cache_block_sizes", 2),
         ),
         without="models with states run untouched",
+    ),
+    Probe(
+        CONTEXT,
+        "to learn how many tokens a page stands for, and which of them a rank has",
+        (
+            Fields(
+                "vllm.config:ParallelConfig",
+                "cp_kv_cache_interleave_size",
+                "dcp_kv_cache_interleave_size",
+            ),
+            Fields("vllm.config:KVTransferConfig", "has_connector"),
+            Binds("vllm.v1.core.kv_cache_utils:resolve_dcp_kv_block_size", 2),
+        ),
+        without="models with context parallelism run untouched",
     ),
     Probe(
         "metrics",

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvcore.errors import UnsupportedError
 from kvcore.model.keys import canonical_bytes
+from kvcore_vllm.context import context_sizes
 from kvcore_vllm.identity import device_kind, model_identity, state_kernels
 from kvcore_vllm.specs import leaf_specs
 
@@ -120,6 +121,8 @@ def rows_identity(engine: Starting, told: OffloadingConfig, row_nbytes: int) -> 
         "byte order": sys.byteorder,
         "keys": _keys(config, told),
     }
+    if context := context_sizes(config):  # which tokens are in a rank's part of a row
+        found["context"] = context
     digest = hashlib.sha256(b"kvcore rows of vllm-1" + canonical_bytes(found)).digest()
     return RowsIdentity(digest, model.alone)
 

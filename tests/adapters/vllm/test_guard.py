@@ -36,6 +36,8 @@ from support.vllm_leader import BLOCK, PAGES, LeaderRig
 from support.vllm_steps import begin
 from support.worker import UNIT_TOKENS, ScriptedWorker, blend_of, load_graph
 
+WITHOUT_CONTEXT = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+
 
 def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made = KVCoreConnector.__new__(KVCoreConnector)
@@ -44,6 +46,9 @@ def connector_of(rig: LeaderRig) -> KVCoreConnector:
     made._waiting, made._pages, made._left, made._parted = [], [], "", None
     made._taken, made._cold = (None, Promises()), None
     made._stages, made._awaited = None, False
+    made._vllm_config = SimpleNamespace(  # type: ignore[assignment]
+        parallel_config=SimpleNamespace(**WITHOUT_CONTEXT)
+    )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK))
     made._kv_cache_config = SimpleNamespace(  # type: ignore[assignment]
         kv_cache_groups=[group], num_blocks=8
@@ -245,19 +250,29 @@ def test_wrong_settings_still_stop_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert connector._build_scheduler(SimpleNamespace()) is None  # type: ignore[arg-type]
 
 
-def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans() -> None:
-    """Otherwise a request would wait forever for its load."""
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_rank_that_could_not_read_the_model_fails_what_the_leader_plans(ranks: int) -> None:
+    """Otherwise a request would wait forever for its load.
+
+    ``ranks`` have other tokens of a page each.
+    """
     connector = connector_of(LeaderRig())
     connector._model = None
-    spec = SimpleNamespace(block_size=UNIT_TOKENS)
+    spec = SimpleNamespace(block_size=UNIT_TOKENS // ranks, dcp_sharded=True)
     groups = [SimpleNamespace(kv_cache_spec=spec)]
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=groups)  # type: ignore[assignment]
-    alone = SimpleNamespace(tensor_parallel_size=1, nnodes_within_dp=1)
+    alone = SimpleNamespace(
+        tensor_parallel_size=1,
+        nnodes_within_dp=1,
+        **WITHOUT_CONTEXT | {"decode_context_parallel_size": ranks},
+    )
     connector._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
     connector.register_kv_caches({})
-    connector.handle_preemptions(KVCoreMetadata.of(StepPlan(async_loads=[("r", load_graph(1))])))
+    plan = StepPlan(async_loads=[("r", load_graph(1))], sync_loads=[load_graph(2)])
+    connector.handle_preemptions(KVCoreMetadata.of(plan))
     connector.wait_for_save()
     assert connector.get_transfer_results(set()).failed_recving == {"r"}
+    assert connector.get_block_ids_with_load_errors() == {2}
 
 
 # -- the worker's half --------------------------------------------------------------------------
@@ -631,7 +646,7 @@ def test_every_rank_meets_the_others_before_blends_are_prepared(
     made = KVCoreConnector.__new__(KVCoreConnector)
     made._config = load_config(overrides={"fusion": {"enabled": True}}, env={})
     made._model = None if trouble == "no model" else SimpleNamespace()  # type: ignore[assignment]
-    alone = SimpleNamespace(nnodes_within_dp=1)
+    alone = SimpleNamespace(nnodes_within_dp=1, **WITHOUT_CONTEXT)
     made._vllm_config = SimpleNamespace(parallel_config=alone)  # type: ignore[assignment]
     made._metrics = Metrics()
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))

@@ -145,6 +145,14 @@ def test_another_model_or_plugin_is_named() -> None:
         check_terms(own, {(0, 0): own, (1, 0): others}, 2, 1)
 
 
+def test_other_tokens_in_a_rank_s_page_are_named() -> None:
+    sizes = {"decode": 2, "prefill": 1, "interleave": 4}
+    own = terms_of(config(), MODEL, context=sizes)
+    other = terms_of(config(), MODEL, context=sizes | {"interleave": 8})
+    with pytest.raises(UnsupportedError, match=r"machines: context parallelism\. Give"):
+        check_terms(own, {(0, 0): own, (0, 1): other}, 1, 2)
+
+
 def test_what_a_machine_may_have_of_its_own() -> None:
     """Addresses of stores, folders, and the identity of a model that changes while it is loaded."""
 

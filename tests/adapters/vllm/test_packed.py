@@ -535,3 +535,100 @@ def test_latents_beside_other_caches_on_several_ranks_are_refused() -> None:
     worker, _ = planned(mixed, made)
     with pytest.raises(UnsupportedError, match="latents beside K and V, on 2 ranks"):
         describe(made, worker, 16)
+
+
+# -- context parallelism ------------------------------------------------------------------------
+
+
+def divided(decode: int = 1, prefill: int = 1, **more: Any) -> VllmConfig:
+    made = config(ranks=decode)
+    parallel = made.parallel_config
+    parallel.decode_context_parallel_size = decode
+    parallel.prefill_context_parallel_size = prefill
+    for name, value in more.items():
+        setattr(parallel, name, value)
+    return made
+
+
+LATENTS = layers(("attn", lambda _: latent()))
+DIVIDED: dict[str, Specs] = {
+    "heads": layers(("attn", lambda _: full(1))),
+    "latents": LATENTS,
+    **{kind: PACKED[kind] for kind in ("sparse", "latents in fp8", "two caches", "NVFP4")},
+}
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_ranks_that_have_other_tokens_of_a_page_keep_parts_of_their_own(
+    kind: str, decode: int, prefill: int
+) -> None:
+    """Of latents too, which all ranks keep alike elsewhere."""
+    made, specs = divided(decode, prefill), DIVIDED[kind]
+    worker, scheduler = planned(specs, made)
+    found = describe(made, worker, 16)
+    assert found == describe(made, scheduler, 16)
+    [size] = {spec.block_size for spec in specs.values()}
+    assert found.packed is not None
+    assert found.packed.page_tokens == found.shape.block_tokens == decode * size
+    assert {group.page_tokens for group in found.groups} == {decode * size}
+    assert found.packed.page_nbytes == tuple(
+        specs[name].page_size_bytes for name in found.groups[0].names
+    )
+    ranks = decode * prefill
+    assert (found.world_size, found.shape.kv_heads) == (ranks, ranks)
+    assert found.rank_shape(ranks - 1).kv_heads == 1
+    assert found.rank_shape(0).nbytes >= sum(found.packed.page_nbytes)
+
+
+def test_another_division_of_a_page_is_another_namespace() -> None:
+    made = [
+        divided(2),
+        divided(4),
+        divided(2, tensor_parallel_size=4),
+        divided(2, cp_kv_cache_interleave_size=4),
+        divided(2, dcp_kv_cache_interleave_size=8),
+        divided(1, 2),
+        divided(2, 2),
+        config(),
+    ]
+    found = {describe(one, planned(LATENTS, one)[0], 64).fingerprint for one in made}
+    assert len(found) == len(made)
+
+
+class _Told:
+    """A transfer config that names NixlConnector among its connectors."""
+
+    kv_connector_extra_config: Mapping[str, Any] = {}
+
+    def has_connector(self, name: str) -> bool:
+        return name == "NixlConnector"
+
+
+def test_divided_pages_that_are_refused() -> None:
+    """vLLM refuses most windows itself, and keeps a draft model's KV whole in some cases."""
+    whole = layers(
+        ("attn", lambda layer: full() if layer else None),
+        ("draft", lambda layer: None if layer else full(dcp_sharded=False)),
+    )
+    refused: list[tuple[VllmConfig, Specs, str]] = [
+        (divided(2), beside_states(LATENTS, 64), "beside a cache of type MambaSpec"),
+        (divided(2), WINDOWED["8 bits with scales beside windows"][0], "of type SlidingWindowSpec"),
+        (divided(2), whole, r"in pages of \[32, 64\] tokens"),
+        (divided(1, 2, nnodes=2), LATENTS, "on 2 machines: kvcore serves it in one stage"),
+    ]
+    for made, specs, why in refused:
+        made.cache_config.enable_prefix_caching = True
+        plain = config()
+        plain.cache_config.enable_prefix_caching = True
+        worker, _ = planned(specs, plain)
+        with pytest.raises(UnsupportedError, match=why):
+            describe(made, worker, 16)
+    beside = divided(2)
+    beside.kv_transfer_config = _Told()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="beside NixlConnector"):
+        describe(beside, planned(LATENTS, config())[0], 16)
+    stages = divided(1, 2, pipeline_parallel_size=2)
+    names = [name for name in LATENTS if "layers.0" in name], list(LATENTS)[1:]
+    with pytest.raises(UnsupportedError, match="in 2 pipeline stages on 1 machines"):
+        describe(stages, planned(LATENTS, config())[0], 16, stages=names)

@@ -326,6 +326,19 @@ def test_what_makes_other_rows_finds_nothing(opened: Opens) -> None:
     assert opened().found([1]) == [1]
 
 
+def test_other_tokens_in_a_rank_s_part_of_a_row_find_nothing(opened: Opens) -> None:
+    def divided(interleave: int) -> Rig:
+        made = having(set_to("parallel_config.decode_context_parallel_size", 2))
+        made.parallel_config.cp_kv_cache_interleave_size = interleave
+        return opened(vllm_config=made)
+
+    rig = divided(4)
+    rig.store([1])
+    rig.close()
+    assert divided(8).found([1]) == []
+    assert divided(4).found([1]) == [1]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
