@@ -205,8 +205,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             return None, False
         if ready is Readiness.NEVER:
             missed = tokens - computed
-            if not tracked.load_attempts:  # else the failed load was counted
-                tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
+            tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
             return 0, False
         in_step = self._loads_in_step(hit, *self._rows(hit, computed, stop))
         tracked.offer = Offer(computed, stop, stop, in_step)
@@ -305,7 +304,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if (unserved := self._unserved.pop(request_id, None)) is not None:
             self.recorder.missed(request_id, *unserved)
         if tracked is not None and tracked.count_miss is not None:
-            tracked.count_miss()
+            if not tracked.load_attempts:  # else its failed load is the miss
+                tracked.count_miss()
             tracked.count_miss = None
 
     def _take_up(self, tracked: Tracked, offer: Offer, pages: PageTables, external: int) -> None:
@@ -351,7 +351,6 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if hit.point:
             point = self._point_pages(hit, pages, offer.start, stop)
         units = self._paging.units(pages, first, last - hit.point, offer.start, point)
-        tracked.load_attempts += 1
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
         if not offer.in_step:
@@ -366,6 +365,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             tracked.patience.renew()
         else:
             tracked.load = graph.graph_id
+            tracked.load_attempts += 1
             tracked.patience.begin(time.monotonic())
         self._load_pages += self._paging.pages_of(units)
         tracked.reused = self._by_tier(hit, offer.start, stop)

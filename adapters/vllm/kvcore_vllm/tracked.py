@@ -50,7 +50,7 @@ class Tracked:
             then it looks the request up again in every step.
         waits: the request waits for an asynchronous load or a blend: its pages hold no KV yet.
         load: the graph of that load.
-        load_attempts: the number of loads that were planned since one has come.
+        load_attempts: the number of asynchronous loads that were planned since one has come.
         load_tokens: the tokens of the last load; of one that was refused, all that vLLM lacked.
         reused: the tokens of the last load or blend, by tier.
         saved_blocks: the blocks at its start that need no further save.
