@@ -1,11 +1,11 @@
 """How long a request waits in kvcore: one deadline for everything that it waits for.
 
-    looked up     end       what it has waited since the last lookup counts
-    ask again     begin     a store is asked, slots are taken, another request loads the same blocks
-    a load begins begin     ``left_s`` is the deadline of the load
-    it failed     end       the next lookup has the rest; `spend` if the load was late
-    it came, or   renew     whoever looks the request up later, after a preemption, starts afresh
-    it is computed
+    a lookup       end     what the request has waited since the last lookup counts
+    look up again  begin   a store is asked, there are no slots, or another loads the same blocks
+    a load begins  begin   ``left_s`` is the deadline of the load
+    it failed      end     the next lookup has the rest; `spend` if the load was late
+    it came        renew   a later lookup, after a preemption, has all of the deadline
+    it is computed renew
 
 What was waited for in vain is followed by what host memory has: a request that has waited for most
 of its deadline begins nothing from below host memory any more (`may_begin`).
