@@ -91,7 +91,8 @@ class TrtllmConfig(AdapterConfig):
         "memory. It waits up to this long for remote stores to say what they have. With one rank "
         "it then waits up to this long again while blocks are read from disk or a store into host "
         "memory; with tensor parallelism it does not wait for reads. The first request waits as "
-        "long for the files of its LoRA adapter to be read. TensorRT-LLM cannot retract "
+        "long for the files of its LoRA adapter to be read. No lookup waits for longer than "
+        "`transfer.load_deadline_s` in all. TensorRT-LLM cannot retract "
         "a cache hit, so only blocks in host memory are reported as a hit. Blocks that arrive "
         "later serve later requests.",
     )

@@ -212,9 +212,11 @@ class TransferConfig(SchemaModel):
     )
     load_deadline_s: Seconds = Field(
         default=30.0,
-        description="Seconds after which a load is abandoned and its tokens are recomputed. On "
-        "vLLM and SGLang a request waits for so long for all its loads together, and for those of "
-        "other requests that bring what it wants.",
+        description="Seconds after which a load is abandoned and its tokens are recomputed. It "
+        "bounds all that a request waits for in kvcore, together: answers of stores, free slots, "
+        "its own loads and those of other requests that bring what it wants, and on vLLM the files "
+        "of its LoRA adapter. Then only what host memory has is loaded, in a tenth of this time at "
+        "most. Waiting for KV that a prefill instance has promised does not count.",
     )
     sync_load_max: Size = Field(
         default=parse_size("512MiB"),

@@ -12,6 +12,7 @@ promised, and which pages and hooks the engine has.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,10 +32,11 @@ from kvcore.connector.page_table import (
     PointPages,
     of_one_pool,
 )
+from kvcore.connector.patience import Patience
 from kvcore.explain.recorder import RequestRecorder
 from kvcore.index.policy import PointPolicy, PointRequest, SpacedPoints
-from kvcore.manager import HOST, Hit, Manager, Transport
-from kvcore.manager.base import Lane, Planned
+from kvcore.manager import HOST, Hit, Manager, Readiness, Transport
+from kvcore.manager.base import Lane, Planned, Promise
 from kvcore.manager.load_advisor import LoadAdvisor
 from kvcore.model.identity import Namespaces
 from kvcore.model.keys import KeyChain
@@ -159,6 +161,54 @@ class LeaderCore(ABC, Generic[F]):
     def _blocks(self, start_token: int, stop_token: int) -> tuple[int, int]:
         """Return the blocks, as (first, one past the last), that hold tokens [start, stop)."""
         return start_token // self._block, -(-stop_token // self._block)
+
+    def _asks_stores(
+        self, patience: Patience, hit: Hit, computed: int, promise: Promise | None, now: float
+    ) -> bool:
+        """Return True if a request waits for stores to say what they have beyond ``hit``.
+
+        ``computed`` are the tokens that the engine holds itself, and ``now`` is the monotonic time.
+        Waiting for what another engine has promised has a limit of its own and does not count.
+        """
+        if promise is not None:
+            patience.free_until = now + promise.wait_s
+        if not patience.may_begin and now >= patience.free_until:
+            return False
+        asking = self.manager.ask_stores(hit, computed // self._block, promise)
+        if not asking:
+            patience.free_until = -math.inf
+        return asking
+
+    def _admitted(
+        self, patience: Patience, hit: Hit, computed: int, stop: int
+    ) -> tuple[int, Readiness]:
+        """Return the token up to which ``hit`` is loaded from ``computed`` on, and when.
+
+        It is ``stop``, or the token up to which host memory has the hit, if the request has waited
+        for too long, or if there are no slots for the rest.
+        """
+        in_host = min(stop, self._in_host(hit))
+        for end in (stop, in_host) if patience.may_begin else (in_host,):
+            if end - computed < self._traits.min_load_tokens:
+                continue
+            ready = self.manager.can_load(hit, *self._rows(hit, computed, end))
+            if ready is Readiness.READY or (ready is Readiness.LATER and not patience.is_over):
+                return end, ready
+        return stop, Readiness.NEVER
+
+    def _rows(self, hit: Hit, start: int, stop: int) -> tuple[int, int]:
+        """Return the first and last row of ``hit`` to load for tokens [start, stop).
+
+        They are blocks, and the rows of a resume point behind them.
+        """
+        first, last = self._blocks(start, stop)
+        return first, hit.depth if hit.point else last
+
+    def _in_host(self, hit: Hit) -> int:
+        """Return the token up to which host memory has a hit. A resume point is there or not."""
+        if hit.point:
+            return hit.blocks * self._block if hit.in_host >= hit.depth else 0
+        return hit.in_host * self._block
 
     def _by_tier(self, hit: Hit, start_token: int, stop_token: int) -> dict[str, int]:
         """Count the tokens of [start, stop) by the tier that they come from."""

@@ -23,6 +23,7 @@ and the workers wait for it before the step touches the page.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -102,11 +103,12 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         self._outbox = outbox
         self._staging = Staging(
             self.manager, self._paging, len(model.groups), lane,
-            limit_s=min(settings.stage_wait_s, self._deadline_s), deadline_s=self._deadline_s,
+            left_s=self._wait_s, deadline_s=self._deadline_s,
         )  # fmt: skip
         self._identity = RequestNamespaces(
             self.namespaces, min(settings.stage_wait_s, self._deadline_s)
         )
+        self._wait_until = 0.0  # the monotonic time at which the last lookup has waited enough
         self._controls = ControlReader(self.metrics)
         self._requests: dict[int, Tracked] = {}
         self._plan = StepPlan(open_tiers=open_tiers)
@@ -129,6 +131,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         """
         self._drop(request.request_id)
         self._asked[request.request_id] = computed
+        self._wait_until = time.monotonic() + self._deadline_s
         try:
             matched, parks = self._match(request, computed)
         except Exception:
@@ -258,6 +261,14 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
 
     # -- staging in host memory ---------------------------------------------------------------
 
+    def _wait_s(self) -> float:
+        """Return the seconds that the lookup may wait for what it waits for next.
+
+        The executor waits meanwhile. All waits of a lookup together end at the deadline of loads.
+        """
+        left_s = self._wait_until - time.monotonic()
+        return max(min(self._config.trtllm.stage_wait_s, left_s), 0.0)
+
     def _hit(self, tracked: Tracked, tokens: Sequence[int], most: int) -> Hit:
         """Match the chain after its blocks were staged in host memory as far as possible."""
         chain, computed = tracked.chain, tracked.device_tokens
@@ -265,7 +276,7 @@ class Leader(LeaderCore[TrtllmFusionScheduler]):
         hit = self.manager.get_match(chain.keys, digest)
         if self.manager.ask_stores(hit, computed // self._block):
             # The engine cannot ask again: a late answer serves the next request with this prompt.
-            self.manager.wait_stores(self._config.trtllm.stage_wait_s)
+            self.manager.wait_stores(self._wait_s())
             hit = self.manager.get_match(chain.keys, digest)
         name = str(tracked.request_id)
         shown = tracked.control.shown()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvcore.connector.page_table import Paging
 from kvcore.errors import KVCoreError
@@ -26,8 +26,8 @@ class Staging:
     """Brings blocks of lower tiers into host memory, for ``groups`` groups of pages.
 
     If there is only one rank, ``lane`` hands a graph to it at once. Otherwise ``lane`` is None, and
-    graphs go with the next step's plan, for which nobody waits. ``limit_s`` bounds a wait, and
-    ``deadline_s`` a load, in seconds.
+    graphs go with the next step's plan, for which nobody waits. ``left_s`` returns the longest
+    wait, and ``deadline_s`` is that of a load, in seconds.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class Staging:
         groups: int,
         lane: Lane | None,
         *,
-        limit_s: float,
+        left_s: Callable[[], float],
         deadline_s: float,
     ) -> None:
         self._manager = manager
         self._paging = paging
         self._groups = groups
         self._lane = lane
-        self._limit_s = limit_s
+        self._left_s = left_s
         self._deadline_s = deadline_s
 
     def bring(self, wanted: Iterable[tuple[Hit, int]], later: Lane) -> bool:
         """Load each hit's blocks up to the given one into host memory.
 
-        Waits for them for at most ``limit_s`` in all. Returns True if there was a load to wait for.
+        Waits for them for at most ``left_s`` in all. Returns True if there was a load to wait for.
         ``later`` takes the graphs if there are several ranks.
         """
         lane = self._lane or later
@@ -58,7 +58,7 @@ class Staging:
         graphs = [graph_id for graph_id in staged if graph_id is not None]
         if self._lane is None:
             return False
-        limit = time.monotonic() + self._limit_s
+        limit = time.monotonic() + self._left_s()
         for graph_id in graphs:
             self._manager.wait(graph_id, max(limit - time.monotonic(), 0.0))
         return bool(graphs)

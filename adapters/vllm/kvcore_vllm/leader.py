@@ -66,10 +66,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvcore.vllm.scheduler")
 
-MOST_WAITED = 0.9
-"""The part of a load's deadline for which a request waits for loads and then still begins one from
-below host memory. A load from host memory has the rest of the deadline, however long it waited."""
-
 
 class Leader(LeaderCore[VllmFusionScheduler]):
     """The leader of one engine core. Called from vLLM's scheduling loop only.
@@ -112,7 +108,9 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         self._events: list[Event] = []
         identities = RequestIdentities(self.namespaces, media, self._deadline_s)
         controls = ControlReader(self.metrics)
-        self._requests = TrackedRequests(identities, self._block, self._fusion, controls)
+        self._requests = TrackedRequests(
+            identities, self._block, self._fusion, controls, self._deadline_s
+        )
         self._unserved: dict[str, tuple[MissReason, int]] = {}  # looked up, and not scheduled yet
         self._saves = Saves(
             model, settings, self._block, self._paging, self._requests, self._save,
@@ -145,6 +143,15 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if isinstance(tracked, MissReason):
             self._unserved[request.request_id] = tracked, request.num_tokens - computed
             return 0, False
+        tracked.patience.end(now := time.monotonic())
+        found = self._look_up(tracked, computed, now)
+        if found[0] is None:
+            tracked.patience.begin(now)
+        return found
+
+    def _look_up(self, tracked: Tracked, computed: int, now: float) -> tuple[int | None, bool]:
+        """Look a request up, as `get_num_new_matched_tokens` does. It does not wait ``now``."""
+        request = tracked.request
         tracked.offer = tracked.count_miss = None
         if computed and self._prefixes.since(self._number + 1) < self._weights:
             tracked.may_save = False  # it goes on from KV of earlier weights
@@ -156,7 +163,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         control = tracked.control
         promise = self._handover.accepted(request, tracked.chain) if tracked.new else None
         tracked.new = False
-        if control.load and self.manager.ask_stores(hit, computed // self._block, promise):
+        if control.load and self._asks_stores(tracked.patience, hit, computed, promise, now):
             return None, False
         name, tokens, space = request.request_id, request._all_token_ids, tracked.chain.namespace
         self.recorder.looked_up(name, tokens, computed, hit, space, self._block, control.shown())
@@ -192,13 +199,7 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if self._joins(tracked, hit, self._rows(hit, computed, stop)):
             _log.debug("lookup request=%s waits for another's load", name)
             return None, False
-        if tracked.waited_s > MOST_WAITED * self._deadline_s:
-            stop = min(stop, self._in_host(hit))
-        gain = stop - computed
-        first, last = self._rows(hit, computed, stop)
-        ready = Readiness.NEVER
-        if gain >= self._traits.min_load_tokens:
-            ready = self.manager.can_load(hit, first, last)
+        stop, ready = self._admitted(tracked.patience, hit, computed, stop)
         if ready is Readiness.LATER:
             _log.debug("lookup request=%s waits for slots", name)
             return None, False
@@ -206,42 +207,23 @@ class Leader(LeaderCore[VllmFusionScheduler]):
             missed = tokens - computed
             tracked.count_miss = partial(self.recorder.missed, name, MissReason.BUSY, missed)
             return 0, False
-        in_step = self._loads_in_step(hit, first, last)
+        in_step = self._loads_in_step(hit, *self._rows(hit, computed, stop))
         tracked.offer = Offer(computed, stop, stop, in_step)
-        return gain, not in_step
+        return stop - computed, not in_step
 
     def _most_blocks(self, tokens: int) -> int:
         """Return the most blocks of a hit. The last token is always computed, for its logits."""
         point = self._model.point
         return (tokens - (0 if point and point.spare else 1)) // self._block
 
-    def _rows(self, hit: Hit, start: int, stop: int) -> tuple[int, int]:
-        """Return the first and last row of ``hit`` to load for tokens [start, stop).
-
-        They are blocks, and the rows of a resume point behind them.
-        """
-        first, last = self._blocks(start, stop)
-        return first, hit.depth if hit.point else last
-
     def _joins(self, tracked: Tracked, hit: Hit, rows: tuple[int, int]) -> bool:
         """Return True if the request waits for another's load of the same rows.
 
-        They are not read a second time. A request waits for loads, others' and its own, for one
-        deadline together. Then it goes on from what is in host memory.
+        They are not read a second time.
         """
-        tracked.count_wait(now := time.monotonic(), goes_on=False)
-        if tracked.waited_s >= self._deadline_s or set(hit.blocks_by_tier(*rows)) <= {HOST}:
+        if tracked.patience.is_over or set(hit.blocks_by_tier(*rows)) <= {HOST}:
             return False
-        if not self.manager.coming(hit, rows[1]):
-            return False
-        tracked.count_wait(now, goes_on=True)
-        return True
-
-    def _in_host(self, hit: Hit) -> int:
-        """Return the token up to which host memory has a hit. A resume point is there or not."""
-        if hit.point:
-            return hit.blocks * self._block if hit.in_host >= hit.depth else 0
-        return hit.in_host * self._block
+        return self.manager.coming(hit, rows[1])
 
     def _plan_blend(
         self,
@@ -265,7 +247,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if plan is None:
             return False
         lane = self._plan.fetches.append
-        fusion.fetch(fusing, plan, tracked.hit, computed, self._deadline_s, lane)
+        if tracked.patience.may_begin:
+            fusion.fetch(fusing, plan, tracked.hit, computed, tracked.patience.left_s, lane)
         if fusion.waits(fusing):
             return None
         plan = fusion.in_host(plan)
@@ -302,6 +285,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if tracked is not None:
             offer, tracked.offer = tracked.offer, None
         if external == 0:
+            if tracked is not None:
+                tracked.patience.renew()
             return
         try:
             if tracked is None or offer is None or external > offer.stop - offer.start:
@@ -319,7 +304,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if (unserved := self._unserved.pop(request_id, None)) is not None:
             self.recorder.missed(request_id, *unserved)
         if tracked is not None and tracked.count_miss is not None:
-            tracked.count_miss()
+            if not tracked.load_attempts:  # else its failed load is the miss
+                tracked.count_miss()
             tracked.count_miss = None
 
     def _take_up(self, tracked: Tracked, offer: Offer, pages: PageTables, external: int) -> None:
@@ -365,21 +351,22 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if hit.point:
             point = self._point_pages(hit, pages, offer.start, stop)
         units = self._paging.units(pages, first, last - hit.point, offer.start, point)
-        tracked.load_attempts += 1
         lane: Lane = self._plan.sync_loads.append
         layers, deadline_s = self._layer_steps, None
         if not offer.in_step:
-            waited_s = min(tracked.waited_s, MOST_WAITED * self._deadline_s)
-            left_s = self._deadline_s - waited_s
-            layers, deadline_s = (), min(tracked.memo.deadline_s(self._deadline_s), left_s)
+            left_s = tracked.patience.left_s
+            layers, deadline_s = (), min(tracked.memo.deadline_s(left_s), left_s)
             lane = self._lane_of(request_id, self._plan.async_loads)
         planned = self.manager.plan_load(
             hit, Span(first, last), layers=layers, deadline_s=deadline_s
         )
         graph = self.manager.launch(planned, units, lane=lane)
-        if not offer.in_step:
+        if offer.in_step:
+            tracked.patience.renew()
+        else:
             tracked.load = graph.graph_id
-            tracked.count_wait(time.monotonic(), goes_on=True)
+            tracked.load_attempts += 1
+            tracked.patience.begin(time.monotonic())
         self._load_pages += self._paging.pages_of(units)
         tracked.reused = self._by_tier(hit, offer.start, stop)
         self.recorder.loaded(request_id, tracked.reused, tracked.request.num_tokens - stop)
@@ -514,14 +501,16 @@ class Leader(LeaderCore[VllmFusionScheduler]):
 
         The end of an asynchronous load comes twice: in kvcore's own reports, which publish blocks
         and free slots, and in vLLM's lists of requests, by which vLLM schedules. The two may come
-        in different steps, so the state of a waiting request follows vLLM's lists only.
+        in different steps, so the state of a waiting request follows vLLM's lists only. A failed
+        load is in both of vLLM's lists.
         """
         meta = output.kv_connector_worker_meta
         if isinstance(meta, KVCoreWorkerMetadata):
             self._take_report(meta.merged())
-        for request_id in output.finished_recving or ():
+        failed = output.failed_recving or set()
+        for request_id in (output.finished_recving or set()) - failed:
             self._load_ended(request_id)
-        for request_id in output.failed_recving or ():
+        for request_id in failed:
             self._load_failed(request_id)
 
     def _take_report(self, ranks: StepReport) -> None:
@@ -548,8 +537,8 @@ class Leader(LeaderCore[VllmFusionScheduler]):
     def _load_ended(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
         if tracked is not None:
-            tracked.load, tracked.waits = None, False
-            tracked.waited_s, tracked.waits_since = 0.0, None
+            tracked.load, tracked.waits, tracked.load_attempts = None, False, 0
+            tracked.patience.renew()
             self.recorder.arrived(request_id)
 
     def _load_failed(self, request_id: str) -> None:
@@ -557,13 +546,16 @@ class Leader(LeaderCore[VllmFusionScheduler]):
         if tracked is None:
             return
         # A corrupt block has left the index: one more lookup may find a shorter prefix or
-        # another tier. After that the request is computed, and at once if it has waited for as
-        # long as a request is to wait for loads.
-        tracked.count_wait(time.monotonic(), goes_on=False)
+        # another tier. After a load that was late it finds what host memory has. After that the
+        # request is computed.
+        tracked.patience.end(time.monotonic())
         late = tracked.load in self._late
-        tracked.may_load = tracked.may_load and tracked.load_attempts < 2 and not late
+        if late:
+            tracked.patience.spend()
+        tracked.may_load = tracked.may_load and tracked.load_attempts < 2
         self.recorder.failed(request_id, tracked.load_tokens, late=late)
-        tracked.load, tracked.reused, tracked.hit, tracked.memo = None, {}, None, PlanMemo()
+        tracked.load, tracked.waits, tracked.reused, tracked.hit = None, False, {}, None
+        tracked.memo = PlanMemo()
         _log.warning(
             "load failed, computing instead request=%s attempt=%d retry=%s",
             request_id,

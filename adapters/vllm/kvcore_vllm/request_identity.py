@@ -40,10 +40,14 @@ _TWO_CONTENTS = b""
 
 
 class RequestIdentity(NamedTuple):
-    """The namespace of a request, and its media in the keys of their blocks."""
+    """The namespace of a request, and its media in the keys of their blocks.
+
+    The request has waited for ``waited_s`` seconds until it was known.
+    """
 
     namespace: Namespace
     extras: tuple[Extra, ...]
+    waited_s: float = 0.0
 
 
 class LateError(UnsupportedError):
@@ -51,11 +55,11 @@ class LateError(UnsupportedError):
 
 
 class _Look(NamedTuple):
-    """A look at the files of a request's adapter, and the monotonic time until it is waited for."""
+    """A look at the files of a request's adapter, asked for at the monotonic time ``since``."""
 
     request: Request
     number: int
-    until: float
+    since: float
 
 
 class RequestIdentities:
@@ -87,14 +91,15 @@ class RequestIdentities:
         Hashes its media: about a second for each GB. Raises UnsupportedError, with the reason, if
         its KV cannot be told from other KV.
         """
-        lora, name = request.lora_request, ""
+        lora, name, waited_s = request.lora_request, "", 0.0
         if lora is not None:
-            found = self._found(request, lora)
+            look = self._look(request, lora)
+            found = self._found(lora, look)
             if found is None:
                 return None
-            name = self._checked(lora, found)
+            name, waited_s = self._checked(lora, found), time.monotonic() - look.since
         extras = tuple(self._medium(feature) for feature in request.mm_features or ())
-        return RequestIdentity(self._namespaces.of(name, request.cache_salt), extras)
+        return RequestIdentity(self._namespaces.of(name, request.cache_salt), extras, waited_s)
 
     def unchanged(self, request: Request, namespace: Namespace) -> bool | None:
         """Return True if the files of the request's adapter are those that it began with.
@@ -105,7 +110,7 @@ class RequestIdentities:
         if lora is None:
             return True
         try:
-            found = self._found(request, lora)
+            found = self._found(lora, self._look(request, lora))
         except UnsupportedError:
             return False
         return None if found is None else found == namespace.lora
@@ -114,21 +119,25 @@ class RequestIdentities:
         """Forget what is looked at for a request that has ended."""
         self._looks.pop(request.request_id, None)
 
-    def _found(self, request: Request, lora: LoRARequest) -> str | None:
-        """Return what a look at the adapter has found that began with the first of these calls.
-
-        Returns None while it is under way. The call after that begins another look.
-        """
-        name, path = lora.lora_name, lora.lora_path
+    def _look(self, request: Request, lora: LoRARequest) -> _Look:
+        """Return the look at the adapter's files for a request. Begins one if none is under way."""
         look = self._looks.get(request.request_id)
         if look is None or look.request is not request:
-            until = time.monotonic() + self._wait_s
-            look = _Look(request, self._files.ask(name, path), until)
+            since = time.monotonic()
+            look = _Look(request, self._files.ask(lora.lora_name, lora.lora_path), since)
             self._looks[request.request_id] = look
+        return look
+
+    def _found(self, lora: LoRARequest, look: _Look) -> str | None:
+        """Return what a look at the adapter's files has found. The look is over then.
+
+        Returns None while it is under way.
+        """
+        name, path = lora.lora_name, lora.lora_path
         found = self._files.told(name, path, look.number)
-        if found is None and time.monotonic() < look.until:
+        if found is None and time.monotonic() - look.since < self._wait_s:
             return None
-        del self._looks[request.request_id]
+        del self._looks[look.request.request_id]
         if found is None:
             raise LateError(f"the files of the LoRA adapter {name} in {path} are not read in time")
         if isinstance(found, UnsupportedError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcore._util.log_limit import LogLimit
 from kvcore.connector.control import ControlReader
+from kvcore.connector.patience import Patience
 from kvcore.errors import UnsupportedError
 from kvcore.model.keys import KeyChain
 from kvcore.telemetry.metrics import MissReason
@@ -36,7 +37,8 @@ class TrackedRequests(dict[str, Tracked]):
 
     A request is served if its tokens, its media and its adapter determine its KV. ``identities``
     tell these apart, blocks have ``block_tokens`` tokens, and ``fusion`` is None if nothing is
-    blended. ``controls`` read what a request asks of kvcore. The scheduling thread owns it.
+    blended. ``controls`` read what a request asks of kvcore. A request waits for ``deadline_s``
+    seconds, of which it may have waited for its identity. The scheduling thread owns it.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class TrackedRequests(dict[str, Tracked]):
         block_tokens: int,
         fusion: VllmFusionScheduler | None,
         controls: ControlReader,
+        deadline_s: float,
     ) -> None:
         super().__init__()
         self._identities = identities
         self._block = block_tokens
         self._fusion = fusion
         self._controls = controls
+        self._deadline_s = deadline_s
         self._unserved: dict[str, _Unserved] = {}
         self._log_limit = LogLimit(every_s=600.0)
 
@@ -78,7 +82,8 @@ class TrackedRequests(dict[str, Tracked]):
         if identity is None:
             return None
         chain = KeyChain(identity.namespace, self._block)
-        tracked = Tracked(request, chain, identity.extras)
+        patience = Patience(self._deadline_s, identity.waited_s)
+        tracked = Tracked(request, chain, identity.extras, patience)
         self[request.request_id] = tracked
         tracked.control = self._controls.read(request.request_id, asked_of(request))
         if self._fusion is not None and tracked.control.load:

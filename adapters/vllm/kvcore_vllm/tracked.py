@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.connector.control import FREE, RequestControl
 from kvcore.connector.fusion_messages import BlendPlan
+from kvcore.connector.patience import Patience
 from kvcore.manager import Hit
 from kvcore.manager.load_advisor import PlanMemo
 from kvcore.model.keys import Extra, KeyChain
@@ -42,27 +43,26 @@ class Tracked:
 
     Attributes:
         extras: digests of its images and the like, which are part of its keys.
+        patience: how long it has waited in kvcore, and still may.
         hit: the last lookup, valid until the next one.
         offer: what the last lookup offered to load; None once vLLM has taken it up.
         count_miss: counts the last lookup as a miss. Called when vLLM schedules the request: until
             then it looks the request up again in every step.
         waits: the request waits for an asynchronous load or a blend: its pages hold no KV yet.
         load: the graph of that load.
-        load_attempts: the number of loads that were planned.
+        load_attempts: the number of asynchronous loads that were planned since one has come.
         load_tokens: the tokens of the last load; of one that was refused, all that vLLM lacked.
         reused: the tokens of the last load or blend, by tier.
         saved_blocks: the blocks at its start that need no further save.
         last_point: the token before which its last resume point was saved.
         new: the request has not been looked up yet.
-        waited_s: the seconds for which it has waited for loads, other requests' and its own, since
-            one has brought what it wanted.
-        waits_since: the monotonic time since which it waits for a load; None if it does not.
         control: what it asks of kvcore.
     """
 
     request: Request
     chain: KeyChain
     extras: tuple[Extra, ...]
+    patience: Patience
     hit: Hit | None = None
     offer: Offer | None = None
     count_miss: Callable[[], None] | None = None
@@ -78,15 +78,7 @@ class Tracked:
     fusing: VllmFusionRequest | None = None
     memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
-    waited_s: float = 0.0
-    waits_since: float | None = None
     control: RequestControl = FREE
-
-    def count_wait(self, now: float, *, goes_on: bool) -> None:
-        """Add the time until ``now`` to what it has waited. ``goes_on``: it waits from now on."""
-        if self.waits_since is not None:
-            self.waited_s += now - self.waits_since
-        self.waits_since = now if goes_on else None
 
     def exact_blocks(self, tokens: int, block_tokens: int) -> int:
         """Return how many whole blocks of the first ``tokens`` have exact KV and may be saved."""

@@ -26,6 +26,7 @@ from kvcore.connector.control import ControlReader, RequestControl
 from kvcore.connector.disagg import accepted, promised
 from kvcore.connector.fusion_messages import BlendPlan
 from kvcore.connector.leader import LeaderCore, LeaderParts, LeaderTraits
+from kvcore.connector.patience import Patience
 from kvcore.errors import CapacityError, KVCoreError, TierUnavailable
 from kvcore.manager import HOST, Hit, Readiness
 from kvcore.manager.base import Promise
@@ -76,31 +77,29 @@ class _Tracked:
 
     Attributes:
         attempts: loads and blends of the request that failed.
-        late: one of them was given up at its deadline, for which the request has waited.
         fetched: the loads of its chunks into host memory were launched.
         fetching: those loads that are in flight.
-        give_up_at: the monotonic time after which the request no longer waits for them.
         new: the request has not been looked up yet.
         is_current: the tiers were not cleared since the request arrived. Otherwise it neither
             loads nor saves any more.
         control: what it asks of kvcore.
+        patience: how long it has waited in kvcore, and still may.
     """
 
     chain: KeyChain
     control: RequestControl
+    patience: Patience
     saved_blocks: int = 0
     attempts: int = 0
-    late: bool = False
     fetched: bool = False
     fetching: set[int] = field(default_factory=set)
-    give_up_at: float = 0.0
     memo: PlanMemo = field(default_factory=PlanMemo)
     new: bool = True
     is_current: bool = True
 
     @property
     def may_load(self) -> bool:
-        return self.is_current and self.attempts < MAX_ATTEMPTS and not self.late
+        return self.is_current and self.attempts < MAX_ATTEMPTS
 
 
 @dataclass
@@ -151,11 +150,22 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         tracked = self._track(request)
         if self.disabled or not tracked.may_load:
             return None
+        tracked.patience.end(now := time.monotonic())
+        found = self._look_up(request, tracked, computed, now)
+        if found is not None and found.wait:
+            tracked.patience.begin(now)
+        return found
+
+    def _look_up(
+        self, request: Request, tracked: _Tracked, computed: int, now: float
+    ) -> Lookup | None:
+        """Look a request up, as `lookup` does. It does not wait ``now``."""
         tokens = len(request.tokens)
         control = tracked.control
         hit = self.manager.get_match(tracked.chain.keys, tracked.chain.namespace.digest)
         promise = self._promise(request, tracked)
-        if control.load and self.manager.ask_stores(hit, computed // self._block, promise):
+        patience = tracked.patience
+        if control.load and self._asks_stores(patience, hit, computed, promise, now):
             return Lookup(hit, computed, computed, wait=True)
         name, space, shown = str(request.request_id), tracked.chain.namespace, control.shown()
         self.recorder.looked_up(name, request.tokens, computed, hit, space, self._block, shown)
@@ -178,11 +188,12 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
             if plan.action is Action.RECOMPUTE:
                 return None
             stop = plan.stop
-        ready = self.manager.can_load(hit, *self._blocks(computed, stop))
+        stop, ready = self._admitted(patience, hit, computed, stop)
         if ready is Readiness.NEVER:
-            self.recorder.missed(name, MissReason.BUSY, tokens - computed)
+            if not tracked.attempts:  # else the failed load was counted
+                self.recorder.missed(name, MissReason.BUSY, tokens - computed)
             return None
-        deadline_s = tracked.memo.deadline_s(self._deadline_s)
+        deadline_s = min(tracked.memo.deadline_s(patience.left_s), patience.left_s)
         return Lookup(hit, computed, stop, wait=ready is Readiness.LATER, deadline_s=deadline_s)
 
     def _promise(self, request: Request, tracked: _Tracked) -> Promise | None:
@@ -197,7 +208,9 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         if tracked is None:
             chain = KeyChain(self.namespace_of(request), self._block)
             control = self._controls.read(request.request_id, request.asked)
-            tracked = self._tracked[request.request_id] = _Tracked(chain, control)
+            tracked = self._tracked[request.request_id] = _Tracked(
+                chain, control, Patience(self._deadline_s)
+            )
         tracked.chain.extend(request.tokens[tracked.chain.num_tokens :])
         return tracked
 
@@ -225,14 +238,13 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
         plan = fusion.plan_blend(request, tracked.chain, exact)
         if plan is None:
             return None
-        if not tracked.fetched:
+        if not tracked.fetched and tracked.patience.may_begin:
             tracked.fetched = True
-            tracked.give_up_at = time.monotonic() + self._deadline_s
             wanted = [(hit, *self._blocks(computed, exact))]
             wanted += [source for _, source in fusion.chunks.sources(plan)]
             for source, start, stop in wanted:
                 self._fetch(tracked, source, start, stop)
-        if tracked.fetching and time.monotonic() < tracked.give_up_at:
+        if tracked.fetching and not tracked.patience.is_over:
             return Lookup(hit, computed, computed, wait=True)
         in_host = fusion.chunks.in_host(plan)
         first, last = self._blocks(computed, exact)
@@ -249,7 +261,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
             return
         ended: list[int] = []
         try:
-            planned = self.manager.plan_fetch(hit, stop, deadline_s=self._deadline_s)
+            planned = self.manager.plan_fetch(hit, stop, deadline_s=tracked.patience.left_s)
         except KVCoreError:  # an earlier fetch evicted its blocks
             return
         if planned is not None:
@@ -308,6 +320,7 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
             request.computed = stop
         else:
             request.state = State.LOADING
+            self._tracked[request.request_id].patience.begin(time.monotonic())
 
     # -- a step ends ------------------------------------------------------------------------
 
@@ -358,12 +371,15 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
 
     def _arrived(self, graph_id: int, load: _Load) -> Request | None:
         request = load.request
-        if request.state.ended:
+        tracked = self._tracked.get(request.request_id)
+        if request.state.ended or tracked is None:
             return None
+        tracked.patience.end(time.monotonic())
         if load.failed:
-            if graph_id in self._late and (tracked := self._tracked.get(request.request_id)):
-                tracked.late = True
+            if graph_id in self._late:
+                tracked.patience.spend()
             return request
+        tracked.patience.renew()
         if request.state is State.LOADING:
             request.state, request.computed = State.RUNNING, load.stop
             self.recorder.arrived(str(request.request_id))
@@ -415,7 +431,9 @@ class Leader(LeaderCore[ReferenceFusionScheduler]):
 
     def preempted(self, request: Request) -> None:
         """Start over with a request that lost its pages and will be looked up again."""
-        self._tracked[request.request_id].saved_blocks = 0
+        tracked = self._tracked[request.request_id]
+        tracked.saved_blocks = 0
+        tracked.patience.renew()
 
     def forget(self, request: Request) -> None:
         """Forget a request that is over, and promise its blocks if this engine is a producer."""

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,6 +324,32 @@ def test_a_read_that_hangs_is_waited_for_until_loads_are_abandoned(
     assert second.generate([prompt], ANSWER) == [reference(prompt)]
     assert loaded(second) == 0, "the lookup waited for the read"
     late.set()
+    settle(second)
+
+
+def test_all_waits_of_a_lookup_end_at_the_deadline_of_loads(
+    make: Make, reference: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor waits meanwhile: for a store that says nothing, and then for a read."""
+    prompt = stored(make, disk)
+    patient = {"trtllm": {"stage_wait_s": 3600}, "transfer": {"load_deadline_s": 30}}
+    second = make({**disk, **patient})
+    manager, waits, clock = leader(second).manager, list[float](), SimpleNamespace(now=0.0)
+
+    def wait(*given: Any) -> bool:
+        waits.append(given[-1])
+        clock.now += min(given[-1], 20.0)
+        return False
+
+    with monkeypatch.context() as patched:
+        for module in ("leader", "staging"):
+            frozen = SimpleNamespace(monotonic=lambda: clock.now)
+            patched.setattr(f"kvcore_trtllm.{module}.time", frozen)
+        patched.setattr(manager, "ask_stores", lambda *_: True)
+        patched.setattr(manager, "wait_stores", wait)
+        patched.setattr(manager, "wait", wait)
+        assert second.generate([prompt], 1) == [reference(prompt, 1)]
+    assert waits == [30.0, 10.0]
     settle(second)
 
 

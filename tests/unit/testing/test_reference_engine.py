@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvcore.fusion.options import FusionOptions
 from kvcore.fusion.plan import LayerKV
 from kvcore.harness.models import smollm2, tiny_lora, tiny_model
 from kvcore.harness.prompts import words
-from kvcore.manager import loader
+from kvcore.manager import Hit, Readiness, loader
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, State, load
 from kvcore.testing.engine.model import Spec, attend_last
 from kvcore.transfer.graph import SKIP, RowError, UnitTable
@@ -370,6 +371,99 @@ def test_a_load_that_fails_is_computed(
     assert counts["kvcore_misses_total"]["load_failed"] == tries
     hits = sum(n for key, n in counts["kvcore_lookup_tokens_total"].items() if "hit" in key)
     assert hits == 2 * 96, "each try was a hit, of 6 blocks"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The leader's clock, which stands still."""
+    made = SimpleNamespace(now=0.0)
+    frozen = SimpleNamespace(monotonic=lambda: made.now)
+    monkeypatch.setattr("kvcore.testing.engine.leader.time", frozen)
+    return made
+
+
+def on_disk(make: Make, folder: Path, prompt: Sequence[int]) -> ReferenceEngine:
+    """An engine that has the prompt on disk, and three of its six blocks in host memory too."""
+    disk = {"disk": {"path": str(folder / "kv"), "capacity": "64MiB"}}
+    writer = make(disk)
+    writer.generate([prompt], 1)
+    writer.settle()
+    writer.close()
+    engine = make(disk, prefix_cache=False)
+    engine.generate([prompt[:50]], 1)
+    engine.settle()
+    return engine
+
+
+@pytest.mark.parametrize("what", ["a store", "slots"])
+def test_all_that_a_request_waits_for_counts_for_one_deadline(
+    make: Make,
+    plain: Ask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
+    what: str,
+) -> None:
+    """Then it is loaded as far as it is in host memory."""
+    prompt = words(1, 100)
+    engine = on_disk(make, tmp_path, prompt)
+    assert engine.leader is not None
+    manager = engine.leader.manager
+    if what == "a store":
+        monkeypatch.setattr(manager, "ask_stores", lambda *_: True)
+    else:
+
+        def can_load(hit: Hit, start: int, stop: int) -> Readiness:
+            is_below = set(hit.blocks_by_tier(start, stop)) != {"host"}
+            return Readiness.LATER if is_below else Readiness.READY
+
+        monkeypatch.setattr(manager, "can_load", can_load)
+    request = engine.submit(prompt, ANSWER)
+    for _ in range(3):
+        engine.step()
+        assert request.state is State.WAITING
+        clock.now += 9.2
+    engine.run()
+    assert (request.answer, request.reused) == (plain(prompt), {"host": 48})
+
+
+@pytest.mark.parametrize("why", [RowError.DEADLINE, RowError.INTERNAL])
+def test_a_load_that_was_late_is_followed_by_what_host_memory_has(
+    make: Make,
+    plain: Ask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: SimpleNamespace,
+    why: RowError,
+) -> None:
+    """One that failed otherwise is tried again, with the rest of the deadline."""
+    prompt = words(1, 100)
+    engine = on_disk(make, tmp_path, prompt)
+    assert engine.leader is not None
+    deadlines: list[float | None] = []
+    gate = threading.Event()
+    run, plan = kvcore_worker.TierRead.run, engine.leader.manager.plan_load
+
+    def fails(self: Any, graph: Any, op: Any, rows: list[int]) -> Any:
+        assert gate.wait(60)
+        monkeypatch.setattr(kvcore_worker.TierRead, "run", run)
+        return dict.fromkeys(rows, why)
+
+    def planned(*given: Any, **named: Any) -> Any:
+        deadlines.append(named["deadline_s"])
+        return plan(*given, **named)
+
+    monkeypatch.setattr(kvcore_worker.TierRead, "run", fails)
+    monkeypatch.setattr(engine.leader.manager, "plan_load", planned)
+    request = engine.submit(prompt, ANSWER)
+    engine.step()
+    clock.now += 6.0
+    gate.set()
+    engine.run()
+    late = why is RowError.DEADLINE
+    assert request.answer == plain(prompt)
+    assert request.reused == ({"host": 48} if late else {"host": 48, "disk": 48})
+    assert deadlines == [30.0, None if late else 24.0]
 
 
 def test_after_a_clear_running_requests_keep_nothing(make: Make, plain: Ask) -> None:
