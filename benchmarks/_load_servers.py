@@ -303,6 +303,12 @@ def _kvcore_fusion(sizes: Sizes, folder: Path) -> dict[str, Any]:
     return transfer
 
 
+def _kvcore_fusion_disk(sizes: Sizes, folder: Path) -> dict[str, Any]:
+    transfer = _kvcore_disk(sizes, folder)
+    transfer["kv_connector_extra_config"]["fusion"] = {"enabled": True}
+    return transfer
+
+
 def _kvcore_disk(sizes: Sizes, folder: Path) -> dict[str, Any]:
     host = {"capacity": sizes.host_nbytes, "prefault": sizes.host_nbytes}
     return _transfer("KVCoreConnector", {"host": host, "disk": _disk(folder)})
@@ -399,6 +405,7 @@ CONTENDERS = {
         Contender("kvcore", _kvcore, prefaults=True),
         Contender("kvcore-disk", _kvcore_disk, prefaults=True),
         Contender("kvcore-fusion", _kvcore_fusion, prefaults=True),
+        Contender("kvcore-fusion-disk", _kvcore_fusion_disk, prefaults=True),
         Contender("kvcore-planned", _kvcore_planned, prefaults=True),
         Contender("kvcore-server", _kvcore_served, _kvcore_server(False), prefaults=True),
         Contender("kvcore-server-disk", _kvcore_served, _kvcore_server(True), prefaults=True),

@@ -126,7 +126,7 @@ class BlendTime(msgspec.Struct, array_like=True):
     """How long a blend took on the device, without the waits for its chunks.
 
     ``rows`` are computed at the full layers and ``kept`` (a mean) at the others, behind ``exact``
-    tokens of exact KV.
+    tokens of exact KV. ``looked`` are the rows of the question's look, in which fresh rows run too.
     """
 
     request_id: str
@@ -134,6 +134,7 @@ class BlendTime(msgspec.Struct, array_like=True):
     kept: int
     exact: int
     seconds: float
+    looked: int = 0
 
 
 def slots_of(order: BlendOrder, page_tokens: int) -> npt.NDArray[np.int64]:

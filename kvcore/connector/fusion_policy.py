@@ -97,7 +97,9 @@ class FusionPolicy:
             self._controller.prefilled(self._parts.pop(step, []), seconds)
         learn_loads(self._controller, self._paths, counted or {})
         for blend in blends:
-            self._controller.blended(blend.rows, blend.kept, blend.exact, blend.seconds)
+            self._controller.blended(
+                blend.rows, blend.kept, blend.exact, blend.seconds, blend.looked
+            )
 
     def decide(
         self,

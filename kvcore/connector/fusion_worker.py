@@ -507,7 +507,8 @@ class FusionWorker:
         )
         self._reports.append(report)
         if clock is not None and set(report.verdicts) <= {GateAction.GO_ON.value}:
-            time = BlendTime(order.request_id, report.rows, report.kept, order.exact, 0.0)
+            looked = outcome.looked
+            time = BlendTime(order.request_id, report.rows, report.kept, order.exact, 0.0, looked)
             self._timed.append((time, clock))
         _log.debug(
             "blend request=%s tokens=%d..%d chunks=%d share=%.3f wait_s=%.4f compute_s=%.4f "

@@ -127,8 +127,9 @@ class ControllerSettings:
         layers: number of layers of the model.
         full_layers: number of first layers in which a blend computes every row.
         floor, ceiling: limits of the ratio, however many rows would hide behind loading.
-        looks: whether the question runs over the reused cache before the walk. That pass loads
-            every layer, so no load remains for the walk to hide behind, and the ratio is the floor.
+        looks: whether the question runs over the reused cache before the walk, and all other fresh
+            rows with it: they are computed twice. That pass loads every layer, so no load remains
+            for the walk to hide behind, and the ratio is the floor.
         enter: a blend is chosen if it saves at least this share of the plain way's time.
         leave: after a blend was chosen, it is chosen again if it saves at least this share. The gap
             prevents requests of one size from alternating between the modes.
@@ -230,16 +231,16 @@ class Controller:
         """Record one forward of the engine over these parts of requests, including decodes."""
         return self.rates.prefilled(parts, seconds)
 
-    def blended(self, rows: int, kept: int, context: int, seconds: float) -> bool:
+    def blended(self, rows: int, kept: int, context: int, seconds: float, looked: int = 0) -> bool:
         """Record one blend of ``rows`` at the full layers and ``kept`` (a mean) at the others.
 
         ``context`` is the length of the exact prefix before the rows. ``seconds`` is the computing
-        time over all layers. It includes the question's look if there was one, and excludes waits
-        for layers to arrive.
+        time over all layers. It includes the question's look over ``looked`` rows if there was one,
+        and excludes waits for layers to arrive.
         """
-        if not all(map(is_amount, (rows, kept, context))) or not 0 < kept <= rows:
+        if not all(map(is_amount, (rows, kept, context, looked))) or not 0 < kept <= rows:
             return False
-        used = self._blend.observe(self._walk(rows, kept, context), seconds)
+        used = self._blend.observe(self._walk(rows, kept, context, looked), seconds)
         if used:
             self._refused = 0
         return used
@@ -296,11 +297,17 @@ class Controller:
 
     # -- arithmetic -----------------------------------------------------------------------------
 
-    def _walk(self, rows: float, kept: float, context: float) -> tuple[float, float, float]:
-        """Return the amounts of work of a blend: all rows on the full layers, fewer on the rest."""
-        full, rest = self.settings.full_layers, self.settings.layers - self.settings.full_layers
-        keys = full * pairs(rows, context) + rest * kept * seen(rows, context)
-        return 1.0, full * rows + rest * kept, keys
+    def _walk(
+        self, rows: float, kept: float, context: float, looked: float
+    ) -> tuple[float, float, float]:
+        """Return the amounts of work of a blend: all rows on the full layers, fewer on the rest.
+
+        A look before it runs ``looked`` rows on all layers.
+        """
+        layers, full = self.settings.layers, self.settings.full_layers
+        later = (layers - full) * kept + layers * looked
+        keys = full * pairs(rows, context) + later * seen(rows, context)
+        return 2.0 if looked else 1.0, full * rows + later, keys
 
     @property
     def _walking(self) -> tuple[float, ...]:
@@ -324,13 +331,17 @@ class Controller:
         )
 
     def _blend_seconds(self, request: BlendCandidate, load: float, rows: float) -> float:
-        """Return the seconds of the walk and of the engine's step over the last row after it."""
+        """Return the seconds of the walk and of the engine's step over the last row after it.
+
+        A look before it loads each layer, and then runs all fresh rows on it.
+        """
         full, layers = self.settings.full_layers, self.settings.layers
         once, row = self._layer(request.behind, request.prefix)
         walk = (full, once + row * request.behind), (layers - full, rows)
         last = self.rates.prefill.predict(self.rates.amounts(1, request.tokens))
         if self.settings.looks:
-            return layers * load + pipelined(0.0, *walk) + last
+            look = load + once + row * request.fresh
+            return layers * look + pipelined(0.0, *walk) + last
         return pipelined(load, *walk) + last
 
     def _prefix_seconds(self, request: BlendCandidate) -> float:

@@ -132,12 +132,14 @@ class LayerTiming(NamedTuple):
 class BlendOutcome:
     """What a blend did. ``chosen`` has the chunk rows computed on the last layer, ascending.
 
-    ``verdicts`` come from the gate. ``abandoned`` has the layers of walks that it restarted.
+    ``looked`` counts the rows of the question's look. ``verdicts`` come from the gate.
+    ``abandoned`` has the layers of walks that it restarted.
     """
 
     layers: list[LayerTiming] = field(default_factory=list)
     chosen: Tensor = _NO_ROWS
     look_s: float = 0.0
+    looked: int = 0
     verdicts: list[Verdict] = field(default_factory=list)
     abandoned: list[LayerTiming] = field(default_factory=list)
 
@@ -197,7 +199,7 @@ class Fusor:
             if selector.needs_question and not reuse:
                 started = time.monotonic()
                 question = self._look(step, job, placed, selector.sharpness)
-                outcome.look_s = time.monotonic() - started
+                outcome.look_s, outcome.looked = time.monotonic() - started, len(job.look)
             walk = _Walk(self._pieces, self.ops, job, placed, selector, budget, question, step)
             walk.watch(gate if len(job.chunks) and not reuse else None)
             while not self._walked(walk, reuse, outcome):

@@ -382,6 +382,38 @@ def test_a_look_at_the_question_leaves_nothing_to_hide_behind() -> None:
     assert looking.blend_seconds > LAYERS * looking.load_seconds
 
 
+@given(chunks=st.integers(1, 20_000), fresh=st.integers(1, 5000), prefix=st.integers(0, 5000))
+def test_a_look_computes_every_fresh_row_once_more(chunks: int, fresh: int, prefix: int) -> None:
+    """It costs what the same machine takes for these rows, on each layer."""
+    compute = ComputeRates(once=3e-3, row=1e-5, pair=1e-18)  # all rows alike
+    wanted = BlendCandidate(tokens=prefix + chunks + fresh, prefix=prefix, chunks=chunks)
+    looking = controller(compute, replace(SETTINGS, looks=True)).decide(wanted)
+    walking = controller(compute).decide(wanted)
+    assert looking.ratio == walking.ratio == SETTINGS.floor, "nothing to load"
+    more = compute.once + LAYERS * compute.row * fresh
+    assert looking.blend_seconds == pytest.approx(walking.blend_seconds + more)
+
+
+def test_a_blend_with_a_long_question_is_not_worth_its_look() -> None:
+    """Of 1900 tokens 700 are cached. The other 1200 would be computed twice."""
+    asked = controller(settings=replace(SETTINGS, looks=True))
+    assert asked.decide(request(700, 1200, tier="host")).mode is Mode.PREFIX
+    assert asked.decide(request(1830, 70, tier="host")).mode is Mode.BLEND
+
+
+def test_long_looks_say_nothing_against_blends_with_short_ones() -> None:
+    """Measured are blends of few cached tokens, which a client has asked for, on this machine."""
+    asked = controller(settings=replace(SETTINGS, looks=True, enough=1))
+    for _ in range(20):
+        rows, kept, looked = 720, 431, 1216
+        later = (LAYERS - 2) * kept + LAYERS * looked
+        mean_row = (rows + 1) / 2
+        work = (2, 2 * rows + later, (2 * rows + later) * mean_row)
+        assert asked.blended(rows, kept, 0, cost((3e-3, 1e-5, 2e-9), work), looked)
+    assert asked.decide(request(1830, 70, tier="host")).mode is Mode.BLEND
+    assert asked.decide(request(700, 1200, tier="host")).mode is Mode.PREFIX
+
+
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
