@@ -284,6 +284,13 @@ class Machines:
             if now - joined.heard > self._lease_s:
                 self._lose(machine, f"has been silent for {now - joined.heard:.1f} s")
 
+    def status(self) -> list[dict[str, Any]]:
+        """Return the other machines, those that have joined and those that are to, as plain data."""
+        return [
+            {"machine": machine, "name": name, "joined": machine in self._joined}
+            for machine, name in enumerate(self._names, start=1)
+        ]
+
     def _of(self, client: bytes) -> tuple[int, _Joined]:
         """Return the machine of a connection. Raises NoSession if it is nobody's."""
         for machine, joined in self._joined.items():

@@ -247,6 +247,7 @@ class Server:
             "version": __version__,
             "refusals": self._refusals,
             "settings": self._settings.hex(),
+            "machines": self.machines.status(),
             "models": [
                 {
                     "fingerprint": cache.model.fingerprint.hex(),

@@ -278,8 +278,11 @@ def test_an_engine_computes_until_all_machines_are_there(
     engine, prompt = home.engine(prefix_cache=False), words(1, 100)
     assert serve(engine, prompt) == (plain(prompt), {})
     assert "no kvcore server of machine 1 has joined" in caplog.text
+    [machine] = home.first.status()["machines"]
+    assert machine == {"machine": 1, "name": "m1", "joined": False}
     home.start(1)
     home.joined(engine)
+    assert [each["joined"] for each in home.first.status()["machines"]] == [True]
     assert serve(engine, prompt) == (plain(prompt), {})
     home.settle()
     assert serve(engine, prompt) == (plain(prompt), {"host": 96})
