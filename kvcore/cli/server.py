@@ -66,9 +66,9 @@ def check(config: Config) -> None:
         path = path.parent
     whole, machines = shutil.disk_usage(path).total, 1 + len(config.server.machines)
     if config.host.capacity // machines > whole:
-        share = f", of which each of {machines} machines has its share" if machines > 1 else ""
+        share = f", of which each of {machines} machines has its share," if machines > 1 else ""
         raise ConfigError(
-            f"host.capacity is {format_size(config.host.capacity)}{share}, and {path} has "
+            f"host.capacity is {format_size(config.host.capacity)}{share} and {path} has "
             f"{format_size(whole, exact=False)} in all: lower it, or give server.folder on a "
             "larger tmpfs"
         )

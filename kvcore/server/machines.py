@@ -285,7 +285,7 @@ class Machines:
                 self._lose(machine, f"has been silent for {now - joined.heard:.1f} s")
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the other machines, those that have joined and those that are to, as plain data."""
+        """Return the other machines, whether they have joined or not, as plain data."""
         return [
             {"machine": machine, "name": name, "joined": machine in self._joined}
             for machine, name in enumerate(self._names, start=1)
