@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -15,6 +16,8 @@ from typer.testing import CliRunner
 
 from kvcore import __version__
 from kvcore.cli.app import app
+from kvcore.cli.server import check
+from kvcore.config import load_config
 from kvcore.errors import ConfigError
 from kvcore.plugins import manager as manager_module
 from kvcore.server import server as server_module
@@ -206,6 +209,21 @@ def test_the_console_script_runs() -> None:
     )
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("kvcore: error: x (overrides --set)")
+
+
+@pytest.mark.parametrize("machines", [0, 1, 2])
+def test_each_machine_needs_room_for_its_share_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machines: int
+) -> None:
+    room = shutil.disk_usage(tmp_path)._replace(total=100 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    server = {"machines": [f"m{number}" for number in range(machines)], "folder": str(tmp_path)}
+    config = load_config(None, {"host": {"capacity": "250MiB"}, "server": server})
+    if machines == 2:
+        check(config)
+    else:
+        with pytest.raises(ConfigError, match="has 100MiB in all"):
+            check(config)
 
 
 @pytest.mark.parametrize(
