@@ -23,7 +23,7 @@ from typing import Any
 from kvcore.admin.messages import Refused
 from kvcore.config import Config
 from kvcore.config.paths import folder_of, memory_of
-from kvcore.errors import KVCoreError
+from kvcore.errors import ConfigError, KVCoreError
 from kvcore.model.keys import KEY_BYTES
 from kvcore.runtime.build import geometry, hold_tiers, load_plugins
 from kvcore.runtime.tiers import BackingOpener
@@ -151,6 +151,12 @@ class MachineServer:
         Raises ConfigError if another server has the folder, or if the settings cannot be used.
         """
         server = self._config.server
+        if server.address in (None, "local"):
+            raise ConfigError(
+                f"--machine {self._machine} with server.address {server.address!r}, which is on "
+                "this machine; supported is the address of machine 0's server, "
+                '"tcp://HOST:PORT"'
+            )
         folder, memory = folder_of(server), memory_of(server)
         self._folder = RuntimeDir(folder, None if memory == folder else memory)
         try:
@@ -162,6 +168,7 @@ class MachineServer:
             self._folder.close()
             raise
         self._thread = ThreadPoolExecutor(1, "kvcore-prepare")
+        _log.info("machine %d waits for the server of machine 0", self._machine)
         return str(server.address)
 
     def run(self) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvcore._util.curve import make_keys
 from kvcore.config import Config
+from kvcore.errors import ConfigError
 from kvcore.runtime.build import hold_tiers
 from kvcore.server.machine_server import MachineServer
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
@@ -325,6 +326,12 @@ def test_a_server_with_other_settings_is_not_admitted(
     unnamed = RunningMachine(home.config(1), 7)
     until(lambda: "machine 7 with the keys of nobody" in caplog.text)
     unnamed.close()
+
+
+def test_the_server_of_machine_0_is_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--machine 1 with server\.address 'local'"):
+        MachineServer(settings(tmp_path / "kv"), 1).open()
+    assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.slow
