@@ -563,7 +563,7 @@ DIVIDED: dict[str, Specs] = {
 def test_ranks_that_have_other_tokens_of_a_page_keep_parts_of_their_own(
     kind: str, decode: int, prefill: int
 ) -> None:
-    """Of latents too, which all ranks keep alike elsewhere."""
+    """Each rank has a part of its own, of latents too, which all ranks keep alike elsewhere."""
     made, specs = divided(decode, prefill), DIVIDED[kind]
     worker, scheduler = planned(specs, made)
     found = describe(made, worker, 16)

@@ -369,7 +369,7 @@ def test_over_tcp_a_machine_is_known_by_its_keys(
 def test_a_machine_that_misses_an_order_gives_up_what_it_has(
     site: Callable[..., Site], plain: Plain, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As if its connection broke for a moment: the first server sends to nobody, and learns it."""
+    """Its connection breaks for a moment: the first server sends to nobody, and learns it."""
     home = site(2)
     home.start()
     engine, prompt = home.engine(prefix_cache=False), words(1, 100)

@@ -395,7 +395,7 @@ def test_a_look_computes_every_fresh_row_once_more(chunks: int, fresh: int, pref
 
 
 def test_a_blend_with_a_long_question_is_not_worth_its_look() -> None:
-    """Of 1900 tokens 700 are cached. The other 1200 would be computed twice."""
+    """A prompt has 1900 tokens. 700 are cached, and the other 1200 would be computed twice."""
     asked = controller(settings=replace(SETTINGS, looks=True))
     assert asked.decide(request(700, 1200, tier="host")).mode is Mode.PREFIX
     assert asked.decide(request(1830, 70, tier="host")).mode is Mode.BLEND
