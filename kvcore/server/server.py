@@ -18,6 +18,7 @@ from typing import Any
 
 from kvcore import __version__
 from kvcore._util.curve import client_names, curve_key
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.msgpack import MAX_MESSAGE
 from kvcore._util.zmq_socket import (
     Context,
@@ -109,6 +110,7 @@ class Server:
         self._swept = 0.0
         self._clears_seen: set[Path] = set()  # pending clears that the last sweep found
         self._refusals = 0
+        self._lost_replies = LogLimit()
         self._admins: frozenset[str] | None = None  # CURVE keys; None: whoever is heard
         self._settings = settings_digest(config.namespace)
         self._warned: set[bytes] = set()  # digests of engines with other settings
@@ -336,7 +338,7 @@ class Server:
         except (zmq.ZMQError, FormatError) as error:
             if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
                 _log.debug("its client is gone: %s", type(reply).__name__)
-            else:
+            elif self._lost_replies.admit(str(error)) is not None:  # a client may read none
                 _log.warning("a reply is lost: %s", error)
             return False
         return True
