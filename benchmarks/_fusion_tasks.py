@@ -5,6 +5,8 @@
                 another pair of chunks does the same for something else
     running     consecutive text, cut into chunks, is to be continued
 
+Of a "half" task every second chunk is not cached, so that much of the prompt is computed.
+
 Chunks are prose from the Python reference that comes with every interpreter (`pydoc_data`), so the
 text is the same on every machine. The questions are worded so that a model of 135M parameters
 mostly answers them when it has computed the whole text.
@@ -15,13 +17,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["TASKS", "Prompt"]
+__all__ = ["TASKS", "WHOLE", "Prompt"]
 
 CHUNK_TOKENS = 200
 CHUNKS = (6, 7, 8)
@@ -36,13 +38,17 @@ COLOURS = ("blue", "green", "red", "white", "black", "yellow", "silver", "orange
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: an exact prefix, chunks, fresh tokens at the end, and the right continuation."""
+    """A prompt: an exact prefix, chunks, fresh tokens at the end, and the right continuation.
+
+    ``uncached`` has the indices of chunks that nobody has computed before.
+    """
 
     lead: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
     gold: tuple[int, ...]
     is_fact: bool
+    uncached: frozenset[int] = frozenset()
 
     @property
     def tokens(self) -> list[int]:
@@ -146,11 +152,22 @@ def running(tokenizer: Any, seed: int) -> Prompt:
     )
 
 
-TASKS: dict[str, Callable[[Any, int], Prompt]] = {
-    "one fact": one_fact,
-    "two facts": two_facts,
-    "running": running,
-}
+Task: TypeAlias = Callable[[Any, int], Prompt]
+
+
+def half(task: Task) -> Task:
+    """Return a task whose chunks are cached in turns. Of even seeds the last chunk is."""
+
+    def made(tokenizer: Any, seed: int) -> Prompt:
+        prompt = task(tokenizer, seed)
+        count = len(prompt.chunks)
+        return replace(prompt, uncached=frozenset(range((count + seed) % 2, count, 2)))
+
+    return made
+
+
+WHOLE: dict[str, Task] = {"one fact": one_fact, "two facts": two_facts, "running": running}
+TASKS = WHOLE | {f"{name}, half": half(task) for name, task in WHOLE.items()}
 
 
 # --- scores of an answer ----------------------------------------------------------------------

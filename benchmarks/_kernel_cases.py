@@ -259,7 +259,7 @@ class _Cases:
         paged, dense = self._layer(context, picked)
         heads, scale = self.scale.query_heads, self.scale.shape.head_dim**-0.5
         queries, positions, keys, values = dense
-        look = look_of(positions, picked.tolist(), 0)
+        look = look_of(positions, picked.tolist(), 0, positions[:0], ())
         interest = torch.zeros(heads, context, device=self.device)
         ways: dict[str, Callable[[], object]] = {
             TORCH: partial(look_rows, queries, look, keys, values, Attention(scale), interest),

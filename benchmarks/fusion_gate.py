@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._fusion_tasks import TASKS
+from benchmarks._fusion_tasks import TASKS, WHOLE
 from benchmarks._gate_calibration import bounds, observables
 from benchmarks._gate_observables import METHOD, Tap, Witness
 from benchmarks.fusion_quality import Case, Log
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(WHOLE))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--bounds", nargs="+", type=float, default=list(BOUNDS))
     parser.add_argument("--depth", type=float, default=0.25)

@@ -31,13 +31,14 @@ from torch import Tensor
 
 from benchmarks import controls
 from benchmarks._fusion_methods import Corrected, SecondLook
-from benchmarks._fusion_tasks import TASKS, Prompt, f1, rouge_l
+from benchmarks._fusion_tasks import TASKS, WHOLE, Prompt, f1, rouge_l
 from benchmarks._report import Report, Row
 from kvcore.fusion import select
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, Prefix, PromptPlan, PromptSegment
 from kvcore.fusion.reference import BlendContext, Blended, Blender, Decoder, precompute, prefill
 from kvcore.fusion.reference import question_mass as look
 from kvcore.fusion.rope import rope_of
+from kvcore.fusion.rows import LOOK_ROWS
 from kvcore.harness.models import smollm2
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Method:
     behind: bool = False
     pool: Callable[[Tensor], Tensor] = select.attention_mass
     kind: type[Blender] = field(default=Blender)
+    look_rows: int = LOOK_ROWS
 
     def budget(self, ratio: float) -> select.Ratio:
         return select.Ratio(ratio, self.spread, self.full_layers)
@@ -117,6 +119,10 @@ METHODS = {
     "runs (4) of squared look*key, gradual": in_runs(4),
     "runs (2), spread .25": in_runs(2, spread=0.25),
     "runs (2), spread .75": in_runs(2, spread=0.75),
+    "runs (2), all fresh rows look": in_runs(2, look_rows=1 << 20),
+    "runs (2), 256 rows look": in_runs(2, look_rows=256),
+    "runs (2), 64 rows look": in_runs(2, look_rows=64),
+    "runs (2), 32 rows look": in_runs(2, look_rows=32),
     "runs (2), 3 full": in_runs(2, full_layers=3),
     "runs (2), behind the lead": in_runs(2, behind=True),
     "runs (2), behind the lead, spread .75": in_runs(2, behind=True, spread=0.75),
@@ -162,21 +168,29 @@ class Case:
         key = method.behind, method.kind
         if key not in self._blenders:
             self._blenders.clear()  # keep one placed cache at a time, about 70 MB
-            first, *others = self.chunks(method.behind)
-            start: list[PromptSegment] = [Prefix(self.lead), Cached(first)]
-            if (
-                method.behind and not self.prompt.lead
-            ):  # as `kvcore.connector.fusion_scheduler` has it
-                start = [Fresh(first.tokens[:1]), Cached(first.part(1, len(first.tokens)))]
-            chunks = [Cached(chunk) for chunk in others]
-            plan = PromptPlan([*start, *chunks, Fresh(self.prompt.question)])
+            plan = PromptPlan([Prefix(self.lead), *self._segments(method.behind)])
             self._blenders[key] = method.kind(self.decoder, plan, self.ropes)
         return self._blenders[key]
 
+    def _segments(self, behind: bool) -> list[PromptSegment]:
+        """Return the prompt behind its lead, as `kvcore.connector.fusion_scheduler` has it."""
+        first, *others = self.chunks(behind)
+        found: list[PromptSegment] = [Cached(first)]
+        if behind and not self.prompt.lead and 0 not in self.prompt.uncached:
+            found = [Fresh(first.tokens[:1]), Cached(first.part(1, len(first.tokens)))]
+        found += [Cached(chunk) for chunk in others]
+        ahead = len(found) - len(self.prompt.chunks)
+        for index in self.prompt.uncached:
+            found[ahead + index] = Fresh(self.prompt.chunks[index])
+        asked = self.prompt.question
+        while isinstance(found[-1], Fresh):  # what follows the last chunk is the question
+            asked = found.pop().tokens + asked
+        return [*found, Fresh(asked)]
+
     def blend(self, method: Method, ratio: float) -> Blended:
-        blender, key = self.blender(method), (method.behind, method.pool)
+        blender, key = self.blender(method), (method.behind, method.pool, method.look_rows)
         if method.selector.needs_question and ratio and key not in self._looks:
-            self._looks[key] = look(blender, method.pool)
+            self._looks[key] = look(blender, method.pool, method.look_rows)
         return blender.blend(method.selector, method.budget(ratio), self._looks.get(key))
 
     def answer_logits(self, context: BlendContext, last: Tensor) -> Tensor:
@@ -324,7 +338,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(WHOLE))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS))
     parser.add_argument("--decode", action="store_true")

@@ -24,6 +24,7 @@ from kvcore.fusion.decoder import Attend, DecoderLayers, HiddenState
 from kvcore.fusion.fusor import BlendJob, Placed
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, Prefix, PromptPlan
 from kvcore.fusion.reference import Blended, Blender, Decoder, Shift, precompute
+from kvcore.fusion.rows import LOOK_ROWS
 from kvcore.fusion.select import KeyDeviation, Ratio, Selector
 from kvcore.harness.architectures import spread
 
@@ -239,12 +240,12 @@ class ReferencePlaced(Placed):
         self.written[layer] = LayerKV(kv.keys.clone(), kv.values.clone())
 
 
-def job_of(plan: PromptPlan) -> BlendJob:
+def job_of(plan: PromptPlan, look_rows: int = LOOK_ROWS) -> BlendJob:
     """Return a plan as the job of a fast blend. The engine computes the last segment."""
     exact = len(plan.segments[0].tokens) if isinstance(plan.segments[0], Prefix) else 0
     chunks = plan.rows(Cached)
     stop = len(plan) - len(plan.question)
-    return BlendJob(plan.tokens, exact, stop, chunks, plan.offsets[chunks])
+    return BlendJob(plan.tokens, exact, stop, chunks, plan.offsets[chunks], look_rows=look_rows)
 
 
 def close(got: Tensor, expected: Tensor, bar: float) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from kvcore.connector.fusion_messages import FULL_LAYERS, BlendTime
 from kvcore.fusion.controller import BlendCandidate, Controller, ControllerSettings, Decision
+from kvcore.fusion.rows import LOOK_ROWS
 from kvcore.manager.load_advisor import OTHER_TIER, guess_compute, learn_loads, tier_priors
 from kvcore.telemetry.rates import ForwardPart, Rates
 
@@ -138,7 +139,7 @@ def make_fusion_policy(
         min(FULL_LAYERS, layers),
         floor=config.ratio,
         ceiling=max(config.ratio, config.ratio_max),
-        looks=looks,
+        look_rows=LOOK_ROWS if looks else 0,
     )
     compute = guess_compute(hidden, layers, ranks, device)
     controller = Controller(settings, compute, tier_priors(paths), OTHER_TIER)

@@ -11,6 +11,7 @@ the keys that a tile can see. `naive_attend_rows` defines the same in a few line
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,17 +78,27 @@ class Look(NamedTuple):
         positions: [rows] int64 ascending, on the device.
         tiles: (first row, row after the last, position of the first, of the last) of each tile.
         asking: index of the first row that asks; all after it ask too.
+        unseen: [keys] int64 ascending, on the device: positions whose keys no row attends to.
+        before: of each tile, how many of these are not behind its last row.
     """
 
     positions: Tensor
     tiles: tuple[tuple[int, int, int, int], ...]
     asking: int
+    unseen: Tensor
+    before: tuple[int, ...]
 
 
-def look_of(positions: Tensor, known: Sequence[int], asking: int) -> Look:
-    """Return rows for `look_rows`, whose positions are ``known`` on the host. Reads no memory."""
+def look_of(
+    positions: Tensor, known: Sequence[int], asking: int, unseen: Tensor, holes: Sequence[int]
+) -> Look:
+    """Return rows for `look_rows`, whose positions are ``known`` on the host. Reads no memory.
+
+    ``holes`` are the positions in ``unseen``, on the host.
+    """
     tiles = tuple((start, stop, known[start], known[stop - 1]) for start, stop in _split(known))
-    return Look(positions, tiles, asking)
+    before = tuple(bisect_right(holes, last) for *_, last in tiles)
+    return Look(positions, tiles, asking, unseen, before)
 
 
 def look_rows(
@@ -101,15 +112,16 @@ def look_rows(
     """Compute `attend_rows`, and record the maximum attention that each key gets.
 
     The maximum is over the rows that ask. It is accumulated in place in ``interest``, [heads,
-    tokens] float32, which starts as zeros. The rows may be spread over several calls. The host
-    does not wait for the device.
+    tokens] float32, which starts as zeros. The rows may be spread over several calls. Keys that
+    are ``unseen`` may have any content; their values must be finite. The host does not wait for
+    the device.
     """
     _check(queries, look.positions, keys, values)
     k, v = keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
     heads, group = len(k), queries.shape[1] // len(k)
     out = queries.new_empty(len(queries), queries.shape[1], values.shape[2])
     highest = interest.view(heads, group, len(keys))
-    for start, stop, lowest, last in look.tiles:
+    for (start, stop, lowest, last), before in zip(look.tiles, look.before, strict=True):
         _check_last(last, keys)
         seen, rows = last + 1, slice(start, stop)
         scores = _scores(queries[rows].transpose(0, 1), k[:, :seen], attention)
@@ -117,6 +129,8 @@ def look_rows(
         first = 0 if attention.window is not None else lowest + 1
         mask = _visible(look.positions[rows], first, seen, attention.window)
         scores[..., first:].masked_fill_(~mask, float("-inf"))
+        if before:
+            scores.index_fill_(-1, look.unseen[:before], float("-inf"))
         weights = scores.softmax(dim=-1)
         flat = weights.to(v.dtype).view(heads, -1, seen) @ v[:, :seen]
         out[rows] = flat.view(heads * group, stop - start, -1).transpose(0, 1)

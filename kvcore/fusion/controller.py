@@ -7,11 +7,9 @@ longer than loading:
     recompute        ├─ 0 ───┼─ 1 ───┼─2─┤ ├─3─┤ ├─4─┤      ratio = the largest whose
                       full layers      └ r·chunks + fresh ┘   rows fit under a load
 
-That ratio is used, unless it is below the floor that quality requires. The blend is then compared
-with the plain way, in which the exact prefix is loaded and the engine computes the rest. The blend
-is chosen if it is clearly faster. If recomputing the floor's rows hides even the fastest load, a
-slower and cheaper tier costs nothing: see `Controller.best_tier` (CacheBlend, arXiv 2405.16444,
-section 5.1).
+That ratio is used, unless it is below the floor that quality requires (CacheBlend, arXiv
+2405.16444, section 5.1). The blend is then compared with the plain way, in which the exact prefix
+is loaded and the engine computes the rest. The blend is chosen if it is clearly faster.
 
 This module only does arithmetic on seconds that the caller measured. It uses no clock and no I/O,
 and a decision takes tens of microseconds.
@@ -21,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -127,9 +125,9 @@ class ControllerSettings:
         layers: number of layers of the model.
         full_layers: number of first layers in which a blend computes every row.
         floor, ceiling: limits of the ratio, however many rows would hide behind loading.
-        looks: whether the question runs over the reused cache before the walk, and all other fresh
-            rows with it: they are computed twice. That pass loads every layer, so no load remains
-            for the walk to hide behind, and the ratio is the floor.
+        look_rows: the most fresh rows that run over the reused cache before the walk, which
+            computes them once more; 0 if the selector needs no such look. A look loads every
+            layer, so no load remains for the walk to hide behind, and the ratio is the floor.
         enter: a blend is chosen if it saves at least this share of the plain way's time.
         leave: after a blend was chosen, it is chosen again if it saves at least this share. The gap
             prevents requests of one size from alternating between the modes.
@@ -144,7 +142,7 @@ class ControllerSettings:
     full_layers: int = 2
     floor: float = 0.15
     ceiling: float = 0.5
-    looks: bool = False
+    look_rows: int = 0
     enter: float = 0.2
     leave: float = 0.05
     memory: int = 32
@@ -264,7 +262,7 @@ class Controller:
             return self._refuse(request)
         load = self._load(request.prefix_bytes, request.chunk_bytes)
         once, row = self._layer(request.behind, request.prefix)
-        hiding = 0.0 if self.settings.looks else load
+        hiding = 0.0 if self.settings.look_rows else load
         ratio = hidden_ratio(hiding, once, row, request.chunks, request.fresh)
         ratio = min(max(ratio, self.settings.floor), self.settings.ceiling)
         kept = request.fresh + ratio * request.chunks
@@ -277,23 +275,6 @@ class Controller:
             f"a layer loads in {load:.3g} s and recomputes in {rows:.3g} s"
         )
         return Decision(mode, ratio, blend, prefix, load, rows, reason)
-
-    def best_tier(self, tokens: int, nbytes: int, tiers: Sequence[str], context: int = 0) -> str:
-        """Return the first of ``tiers`` whose load of a chunk hides behind recomputing the floor.
-
-        ``tiers`` is in order of preference, the cheapest first. If a load of ``nbytes`` is hidden
-        from no tier, return the tier that loads fastest.
-
-        Raises:
-            ConfigError: ``tiers`` is empty, or has a tier that this controller does not know.
-        """
-        if not tiers:
-            raise ConfigError("no tiers to choose from: name at least one")
-        loads = {tier: self._load({tier: nbytes}) for tier in tiers}
-        once, row = self._layer(tokens, context)
-        hiding = once + row * math.ceil(self.settings.floor * tokens)
-        fastest = min(tiers, key=lambda tier: loads[tier])
-        return next((tier for tier in tiers if loads[tier] <= hiding), fastest)
 
     # -- arithmetic -----------------------------------------------------------------------------
 
@@ -333,14 +314,14 @@ class Controller:
     def _blend_seconds(self, request: BlendCandidate, load: float, rows: float) -> float:
         """Return the seconds of the walk and of the engine's step over the last row after it.
 
-        A look before it loads each layer, and then runs all fresh rows on it.
+        A look before it loads each layer, and then runs the last fresh rows on it.
         """
         full, layers = self.settings.full_layers, self.settings.layers
         once, row = self._layer(request.behind, request.prefix)
         walk = (full, once + row * request.behind), (layers - full, rows)
         last = self.rates.prefill.predict(self.rates.amounts(1, request.tokens))
-        if self.settings.looks:
-            look = load + once + row * request.fresh
+        if self.settings.look_rows:
+            look = load + once + row * min(request.fresh, self.settings.look_rows)
             return layers * look + pipelined(0.0, *walk) + last
         return pipelined(load, *walk) + last
 

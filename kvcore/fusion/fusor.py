@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from kvcore.fusion.decoder import DecoderLayers, HiddenState, InStep, LeaveLayer
 from kvcore.fusion.gate import Gate, GateMonitor, Verdict, values_off
 from kvcore.fusion.ops import FusionOps, Kept, TorchFusion
 from kvcore.fusion.plan import LayerKV
-from kvcore.fusion.rows import OnDevice, Rows, upload_rows
+from kvcore.fusion.rows import LOOK_ROWS, OnDevice, Rows, split_look, upload_rows
 from kvcore.fusion.select import Budget, Measure, Selector, rows_kept
 from kvcore.telemetry.timeline import Tracer
 
@@ -82,6 +84,7 @@ class BlendJob:
             positions there are fresh.
         offsets: [c] int64, the index of each of these positions in its chunk.
         device: where the KV is.
+        look_rows: the most rows of the question's look.
     """
 
     tokens: Tensor
@@ -90,6 +93,7 @@ class BlendJob:
     chunks: Tensor
     offsets: Tensor
     device: torch.device = _CPU
+    look_rows: int = LOOK_ROWS
 
     def __post_init__(self) -> None:
         if not 0 <= self.exact < self.stop <= len(self.tokens):
@@ -109,15 +113,23 @@ class BlendJob:
     def on_device(self) -> OnDevice:
         """The job on its device. The first use uploads it."""
         return upload_rows(
-            self.tokens, self.exact, self.stop, self.chunks, self.offsets, self.device
+            self.tokens,
+            self.exact,
+            self.stop,
+            self.chunks,
+            self.offsets,
+            self.look_rows,
+            self.device,
         )
 
     @cached_property
-    def look(self) -> list[int]:
-        """Positions of the fresh rows and of the question, ascending."""
-        cached = set(self.chunks.tolist())
-        fresh = [row for row in range(self.exact, self.stop) if row not in cached]
-        return fresh + list(range(self.stop, len(self.tokens)))
+    def look(self) -> tuple[list[int], list[int]]:
+        """Positions of the rows that look, and of the others without KV. Both ascend."""
+        fresh = np.ones(len(self.tokens), dtype=np.bool_)
+        fresh[: self.exact] = False
+        fresh[self.chunks.numpy()] = False
+        rows, unseen = split_look(fresh.nonzero()[0], self.look_rows)
+        return rows.tolist(), unseen.tolist()
 
 
 class LayerTiming(NamedTuple):
@@ -199,7 +211,7 @@ class Fusor:
             if selector.needs_question and not reuse:
                 started = time.monotonic()
                 question = self._look(step, job, placed, selector.sharpness)
-                outcome.look_s, outcome.looked = time.monotonic() - started, len(job.look)
+                outcome.look_s, outcome.looked = time.monotonic() - started, len(job.look[0])
             walk = _Walk(self._pieces, self.ops, job, placed, selector, budget, question, step)
             walk.watch(gate if len(job.chunks) and not reuse else None)
             while not self._walked(walk, reuse, outcome):
@@ -257,22 +269,25 @@ class Fusor:
     def look(self, job: BlendJob, placed: Placed, sharpness: float) -> Tensor:
         """Return the question's attention to each token of the reused cache: [tokens] float32.
 
-        It is summed over layers and ranks (see `kvcore.fusion.select.attention_mass`). All fresh
-        rows are run. docs/fusion.md says which rows are the *question*. A collective; blocks.
+        It is summed over layers and ranks (see `kvcore.fusion.select.attention_mass`). The job's
+        ``look`` says which rows are run. docs/fusion.md says which of them are the *question*. A
+        collective; blocks.
         """
         step = InStep(self.layers)
         with step.lasting():
             return self._look(step, job, placed, sharpness)
 
     def _look(self, step: InStep, job: BlendJob, placed: Placed, sharpness: float) -> Tensor:
-        known, rows = job.look, job.on_device.look
+        (known, holes), rows, unseen = job.look, job.on_device.look, job.on_device.unseen
         count = len(job.tokens)
         mass = torch.zeros(count, device=rows.device)
         if not known:
             return mass
-        asks = count - job.stop or len(known)
+        asking = bisect_left(known, job.stop) if job.stop < count else 0
         looks = {
-            piece.start: look_of(rows[piece], known[piece], max(len(known) - asks - piece.start, 0))
+            piece.start: look_of(
+                rows[piece], known[piece], max(asking - piece.start, 0), unseen, holes
+            )
             for piece in self._pieces.of(len(known))
         }
         state = _embedded(step, self._pieces, job, rows)
@@ -281,6 +296,8 @@ class Fusor:
             kv, attention = _landed(step, placed, layer), self.layers.attention[layer]
             landed = time.monotonic()
             self.tracer.span("wait", f"layer {layer}", started, landed)
+            if holes:
+                step.alone(partial(_blank, kv.values, unseen), lambda: None)
             interest: list[Tensor] = []
 
             def attend(
@@ -327,6 +344,11 @@ def _landed(step: InStep, placed: Placed, layer: int) -> LayerKV:
     step.meet()
     assert kv is not None
     return kv
+
+
+def _blank(values: Tensor, rows: Tensor) -> None:
+    """Zero the values of rows without KV. They may be NaN, which a weight of zero would keep."""
+    values.index_fill_(0, rows, 0.0)
 
 
 def _zeros(queries: Tensor, values: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch.nn import functional
 from kvcore.errors import ConfigError, UnsupportedError
 from kvcore.fusion.gate import Gate, GateMonitor, Verdict
 from kvcore.fusion.plan import Cached, ChunkKV, Fresh, LayerKV, PromptPlan
+from kvcore.fusion.rows import LOOK_ROWS
 from kvcore.fusion.select import Budget, Candidates, Selector, attention_mass, narrow
 
 __all__ = [
@@ -102,16 +103,23 @@ class Decoder:
         cos, sin = cos[0, :, None], sin[0, :, None]  # [rows, 1, dim]
         return Projected(_rotated(queries, cos, sin), _rotated(keys, cos, sin), values)
 
-    def visible(self, layer: int, positions: Tensor, tokens: int) -> Tensor:
-        """Return [rows, tokens] bool: a row at position p sees keys 0..p, or its window of them."""
-        keys = torch.arange(tokens)
+    def visible(self, layer: int, positions: Tensor, keys: Tensor) -> Tensor:
+        """Return [rows, keys] bool: a row at position p sees keys 0..p, or its window of them.
+
+        ``keys`` has their positions.
+        """
         ago = positions[:, None] - keys[None, :]
         window = self._window(layer)
         return (ago >= 0) if window is None else (ago >= 0) & (ago < window)
 
-    def attend(self, layer: int, queries: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """Compute attention over K and V that are indexed by position: [rows, heads * dim]."""
-        mask = self.visible(layer, positions, len(kv.keys))
+    def attend(
+        self, layer: int, queries: Tensor, positions: Tensor, kv: LayerKV, at: Tensor | None = None
+    ) -> Tensor:
+        """Compute attention over K and V at the positions ``at``: [rows, heads * dim].
+
+        Without ``at`` they are indexed by position.
+        """
+        mask = self.visible(layer, positions, torch.arange(len(kv.keys)) if at is None else at)
         out = functional.scaled_dot_product_attention(
             queries.transpose(0, 1)[None],  # [1, heads, rows, dim]
             self._for_each_head(queries, kv.keys)[None],  # [1, heads, tokens, dim]
@@ -121,11 +129,13 @@ class Decoder:
         )
         return out[0].transpose(0, 1).flatten(1)
 
-    def probabilities(self, layer: int, queries: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """Return the weights that `attend` gives to the values: [heads, rows, tokens]."""
+    def probabilities(
+        self, layer: int, queries: Tensor, positions: Tensor, keys: Tensor, at: Tensor
+    ) -> Tensor:
+        """Return the weights that `attend` gives to the values: [heads, rows, keys]."""
         scale = self.model.model.layers[layer].self_attn.scaling
         logits = queries.transpose(0, 1) @ self._for_each_head(queries, keys).transpose(1, 2)
-        hidden = ~self.visible(layer, positions, len(keys))
+        hidden = ~self.visible(layer, positions, at)
         weights: Tensor = (logits * scale).masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return weights
 
@@ -393,13 +403,25 @@ def _verdicts(watch: GateMonitor | None) -> tuple[Verdict, ...]:
 
 
 @torch.inference_mode()
-def question_mass(blender: Blender, pool: Callable[[Tensor], Tensor] = attention_mass) -> Tensor:
+def question_mass(
+    blender: Blender, pool: Callable[[Tensor], Tensor] = attention_mass, most: int = LOOK_ROWS
+) -> Tensor:
     """Return the question's attention to each token of the reused cache: [tokens].
 
-    All fresh rows run through all layers. The question is the last segment. ``pool`` reduces one
-    layer's probabilities [heads, question rows, tokens] to [tokens], and the layers are summed.
+    The question is the last segment. Its last rows, and the fresh ones before it, run through all
+    layers: ``most`` at most, the prompt's first token among them if it is fresh. The others are
+    left out, so nothing attends to them. ``pool`` reduces one layer's probabilities [heads,
+    question rows, keys] to [keys], and the layers are summed.
     """
-    decoder, rows = blender.decoder, blender.fresh
+    decoder, fresh = blender.decoder, blender.fresh
+    if len(fresh) > most:
+        first = fresh[:1] if int(fresh[0]) == 0 and most > 1 else fresh[:0]
+        rows = torch.cat([first, fresh[len(fresh) - most + len(first) :]])
+    else:
+        rows = fresh
+    left_out = torch.isin(fresh, rows, invert=True)
+    positions = torch.arange(len(blender.plan))
+    at = positions[torch.isin(positions, fresh[left_out], invert=True)]
     asking = torch.isin(rows, blender.plan.question)
     mass, placed = torch.zeros(len(blender.plan)), blender.start()
     hidden = decoder.embed(blender.plan.tokens[rows])
@@ -407,8 +429,10 @@ def question_mass(blender: Blender, pool: Callable[[Tensor], Tensor] = attention
         new = decoder.project(layer, hidden, rows)
         cache = placed[layer]
         cache.keys[rows], cache.values[rows] = new.keys, new.values
-        mass += pool(decoder.probabilities(layer, new.queries[asking], rows[asking], cache.keys))
-        attended = decoder.attend(layer, new.queries, rows, cache)
+        seen = LayerKV(cache.keys[at], cache.values[at])
+        asked = decoder.probabilities(layer, new.queries[asking], rows[asking], seen.keys, at)
+        mass[at] += pool(asked)
+        attended = decoder.attend(layer, new.queries, rows, seen, at)
         hidden = decoder.finish(layer, hidden, attended)
     return mass
 

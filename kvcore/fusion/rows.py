@@ -11,12 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvcore.memory.device import device_of
 
-__all__ = ["OnDevice", "Rows", "upload_rows"]
+__all__ = ["LOOK_ROWS", "OnDevice", "Rows", "split_look", "upload_rows"]
+
+LOOK_ROWS = 128
+"""The most rows of a look. The walk after it computes its fresh rows once more."""
 
 
 class Rows(NamedTuple):
@@ -44,7 +48,8 @@ class OnDevice(NamedTuple):
         offset_of: [tokens] int64, a row's index in its chunk; -1 without cached KV.
         every: all rows that the blend makes.
         fresh: those of them without cached KV.
-        look: positions of the fresh rows and of the question.
+        look: positions of the rows of the question's look; see `split_look`.
+        unseen: positions without KV that the look leaves out.
     """
 
     tokens: Tensor
@@ -52,22 +57,46 @@ class OnDevice(NamedTuple):
     every: Rows
     fresh: Rows
     look: Tensor
+    unseen: Tensor
+
+
+def split_look(
+    fresh: npt.NDArray[np.int64], most: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Split the positions without KV of a prompt, ascending: those that look, and the others.
+
+    The last rows look, ``most`` at most: the prompt asks something at its end. If the prompt's
+    first token has no KV, it takes one of these places, because every row attends to it.
+    """
+    left = max(len(fresh) - most, 0)
+    head = int(left > 0 and fresh[0] == 0 and most > 1)
+    first = head + left
+    return np.concatenate([fresh[:head], fresh[first:]]), fresh[head:first]
 
 
 def upload_rows(
-    tokens: Tensor, exact: int, stop: int, chunks: Tensor, offsets: Tensor, device: torch.device
+    tokens: Tensor,
+    exact: int,
+    stop: int,
+    chunks: Tensor,
+    offsets: Tensor,
+    most: int,
+    device: torch.device,
 ) -> OnDevice:
-    """Return a job on ``device``, with one upload. The arguments are those of a `BlendJob`."""
+    """Return a job on ``device``, with one upload. The arguments are those of a `BlendJob`.
+
+    At most ``most`` rows look.
+    """
     count = len(tokens)
     offset_of = np.full(count, -1, dtype=np.int64)
     offset_of[chunks.numpy()] = offsets.numpy()
     rows = np.arange(exact, stop, dtype=np.int64)
     cached = offset_of[exact:stop] >= 0
-    look = np.concatenate([rows[~cached], np.arange(stop, count, dtype=np.int64)])
+    fresh = rows[~cached]
+    asked = np.concatenate([fresh, np.arange(stop, count, dtype=np.int64)])
     (chunk,) = cached.nonzero()
-    parts = [tokens.numpy(), offset_of, rows, chunk, rows[cached], look]
+    parts = [tokens.numpy(), offset_of, rows, chunk, rows[cached], fresh, *split_look(asked, most)]
     sent = device_of(device).upload(np.concatenate(parts))
     on = torch.split(sent, [len(part) for part in parts])
     none = on[3][:0]
-    fresh = on[5][: len(rows) - len(chunk)]
-    return OnDevice(on[0], on[1], Rows(*on[2:5]), Rows(fresh, none, none), on[5])
+    return OnDevice(on[0], on[1], Rows(*on[2:5]), Rows(on[5], none, none), *on[6:])

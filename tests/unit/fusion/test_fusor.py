@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -29,7 +31,8 @@ from kvcore.fusion.fusor import BlendJob, Fusor  # noqa: E402
 from kvcore.fusion.gate import Gate  # noqa: E402
 from kvcore.fusion.ops import TorchFusion  # noqa: E402
 from kvcore.fusion.plan import Cached, Fresh, Prefix, PromptPlan  # noqa: E402
-from kvcore.fusion.reference import Decoder, prefill  # noqa: E402
+from kvcore.fusion.reference import Decoder, prefill, question_mass  # noqa: E402
+from kvcore.fusion.rows import LOOK_ROWS, split_look  # noqa: E402
 from kvcore.fusion.select import (  # noqa: E402
     BUILTIN_SELECTORS,
     Ratio,
@@ -89,6 +92,10 @@ def test_scattered_rows_against_the_twin(
     keys, values = drawn(2, tokens, kv_heads, dim), drawn(3, tokens, kv_heads, dim)
     first = data.draw(st.integers(0, len(positions)))
     asking = torch.arange(len(positions)) >= first
+    holes = sorted(data.draw(st.sets(st.integers(0, tokens - 1))) - chosen)
+    unseen = torch.tensor(holes, dtype=torch.int64)
+    unlike, finite = keys.clone(), values.clone()
+    unlike[unseen], finite[unseen] = torch.nan, 1e4
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attend, "TILE_SCORES", scores)
         got = attend_rows(queries, positions, keys, values, attention)
@@ -98,9 +105,15 @@ def test_scattered_rows_against_the_twin(
             [
                 look_rows(
                     queries[part],
-                    look_of(positions[part], positions[part].tolist(), max(first - at, 0)),
-                    keys,
-                    values,
+                    look_of(
+                        positions[part],
+                        positions[part].tolist(),
+                        max(first - at, 0),
+                        unseen,
+                        holes,
+                    ),
+                    unlike,
+                    finite,
                     attention,
                     interest,
                 )
@@ -110,19 +123,43 @@ def test_scattered_rows_against_the_twin(
         looked = interest.square().sum(dim=0)
     expected = naive_attend_rows(queries, positions, keys, values, attention)
     close(got, expected, 1e-5)
-    close(also, expected, 1e-5)
-    close(looked, twin_of_looks(queries[asking], positions[asking], keys, attention), 1e-5)
+    weights = probabilities(queries, positions, keys, holes, attention)
+    each = values.repeat_interleave(group, dim=1)
+    close(also, torch.einsum("rhk,khd->rhd", weights, each), 1e-4)
+    mass = attention_mass(weights[asking].transpose(0, 1), 2.0) if asking.any() else 0 * looked
+    close(looked, mass, 1e-5)
 
 
-def twin_of_looks(queries: Tensor, positions: Tensor, keys: Tensor, attention: Attention) -> Tensor:
-    """Probabilities are what attention makes of values that tell the keys apart."""
-    heads = queries.shape[1]
+def probabilities(
+    queries: Tensor, positions: Tensor, keys: Tensor, holes: list[int], attention: Attention
+) -> Tensor:
+    """Probabilities are what attention makes of values that tell the keys apart, by row and head.
+
+    Those of keys that no row sees are shared out among the others.
+    """
     each = torch.eye(len(keys))[:, None].expand(-1, keys.shape[1], -1)
     if not len(positions):
-        return torch.zeros(len(keys))
-    probabilities = naive_attend_rows(queries, positions, keys, each, attention)
-    assert probabilities.shape == (len(positions), heads, len(keys))
-    return attention_mass(probabilities.transpose(0, 1), 2.0)
+        return torch.zeros(0, queries.shape[1], len(keys))
+    weights = naive_attend_rows(queries, positions, keys, each, attention)
+    assert weights.shape == (len(positions), queries.shape[1], len(keys))
+    weights[:, :, holes] = 0
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+@given(
+    fresh=st.sets(st.integers(0, 40), min_size=1),
+    most=st.integers(1, 45),
+)
+def test_the_last_rows_look_and_the_first_of_all(fresh: set[int], most: int) -> None:
+    rows = np.array(sorted(fresh), dtype=np.int64)
+    look, unseen = split_look(rows, most)
+    assert sorted([*look, *unseen]) == sorted(fresh), "each row is in one of the two"
+    assert list(look) == sorted(look)
+    assert len(look) == min(most, len(fresh))
+    assert look[-1] == max(fresh)
+    if most > 1:
+        assert (0 in look) == (0 in fresh)
+    assert all(row > max(unseen) for row in look if row and len(unseen))
 
 
 @pytest.mark.parametrize("scores", [1, 1 << 20])
@@ -195,9 +232,15 @@ def test_the_fast_blend_is_the_reference_up_to_a_bound(world: World) -> None:
     question=st.integers(1, 6),
     ratio=st.floats(0, 1),
     name=st.sampled_from(sorted(BUILTIN_SELECTORS)),
+    look_rows=st.sampled_from([1, 2, 5, 20, LOOK_ROWS]),
 )
 def test_any_plan(
-    sizes: list[tuple[bool, int]], prefix: int, question: int, ratio: float, name: str
+    sizes: list[tuple[bool, int]],
+    prefix: int,
+    question: int,
+    ratio: float,
+    name: str,
+    look_rows: int,
 ) -> None:
     # A chunk at the very start deviates by rounding alone: which of its rows do most is no one's.
     assume(prefix or not sizes[0][0])
@@ -208,7 +251,7 @@ def test_any_plan(
             Cached(world.chunk(seed, count)) if cached else Fresh(words(count, 30 + seed))
         )
     plan = PromptPlan([*segments, Fresh(words(question, 99))])
-    agree(world, plan, BUILTIN_SELECTORS[name](), Ratio(ratio, spread=0.5))
+    agree(world, plan, BUILTIN_SELECTORS[name](), Ratio(ratio, spread=0.5), look_rows=look_rows)
 
 
 LLAMA = World(Decoder(make_model("llama")))
@@ -221,11 +264,18 @@ def agree(
     budget: Any,
     gate: Gate | None = None,
     layers: type[ReferenceLayers] = ReferenceLayers,
+    look_rows: int = LOOK_ROWS,
 ) -> None:
     """The same rows computed at every layer, and the same KV left."""
-    blender, job = world.make(plan), job_of(plan)
+    blender, job = world.make(plan), job_of(plan, look_rows)
     placed = ReferencePlaced(blender)
-    expected = blender.blend(selector, budget, gate=gate)
+    question = None
+    if selector.needs_question and not budget.is_reuse:
+        pool = partial(attention_mass, sharpness=selector.sharpness)
+        question = question_mass(blender, pool, look_rows)
+        look = Fusor(layers(world.decoder)).look(job, placed, selector.sharpness)
+        close(look, question, 1e-4)
+    expected = blender.blend(selector, budget, question, gate)
     outcome = Fusor(layers(world.decoder)).blend(job, placed, selector, budget, gate)
     assert [v[:2] for v in outcome.verdicts] == [v[:2] for v in expected.verdicts]
     made = slice(job.exact, job.stop)

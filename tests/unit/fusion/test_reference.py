@@ -349,9 +349,9 @@ def test_what_does_not_fit_is_refused(llama: World) -> None:
 class BottomRightMask(Decoder):
     """The last of n rows is taken to be the last of all tokens, and so on upwards."""
 
-    def visible(self, layer: int, positions: Tensor, tokens: int) -> Tensor:
-        last = torch.arange(tokens - len(positions), tokens)
-        return super().visible(layer, last, tokens)
+    def visible(self, layer: int, positions: Tensor, keys: Tensor) -> Tensor:
+        last = torch.arange(len(keys) - len(positions), len(keys))
+        return super().visible(layer, last, keys)
 
 
 class PositionsNotGathered(Decoder):
@@ -377,8 +377,8 @@ class SortedMaskOverUnsortedRows(Blender):
 
 
 class MaskOfSortedRows(Decoder):
-    def visible(self, layer: int, positions: Tensor, tokens: int) -> Tensor:
-        return super().visible(layer, positions.sort().values, tokens)
+    def visible(self, layer: int, positions: Tensor, keys: Tensor) -> Tensor:
+        return super().visible(layer, positions.sort().values, keys)
 
 
 class NothingMerged(Blender):

@@ -56,8 +56,8 @@ def _decoder(model: Path, ahead: int = 0) -> Any:
     from kvcore.fusion.reference import Decoder
 
     class Leaking(Decoder):
-        def visible(self, layer: int, positions: torch.Tensor, tokens: int) -> torch.Tensor:
-            return super().visible(layer, positions + ahead, tokens)
+        def visible(self, layer: int, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            return super().visible(layer, positions + ahead, keys)
 
     hf: Any = AutoModelForCausalLM
     return Leaking(hf.from_pretrained(str(model), dtype=torch.float32).eval())
