@@ -54,12 +54,15 @@ _TEXT = Meta(max_length=1000)
 class JoinMachine(msgspec.Struct, frozen=True, array_like=True, tag="machine"):
     """The server of ``machine`` offers its memory and disks. The reply is `MachineJoined`.
 
-    ``terms`` are digests of the settings by which both must go alike.
+    ``terms`` are digests of the settings by which both must go alike. ``process`` tells this server
+    from others of its machine, and ``again`` says that it was admitted before.
     """
 
     ref: Ref
     machine: Annotated[int, Meta(ge=1, lt=4096)]
     terms: Annotated[dict[str, str], Meta(max_length=64)]
+    process: Annotated[str, Meta(max_length=64)]
+    again: bool
 
 
 class MachineBeat(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):

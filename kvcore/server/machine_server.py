@@ -14,6 +14,7 @@ here then end, the memory is given back, and this server joins anew.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -127,6 +128,8 @@ class MachineServer:
         self._beaten = self._swept = 0.0
         self._lost = ""  # why the first server is to be left
         self._refusal = ""
+        self._process = secrets.token_hex(8)
+        self._admitted = False
         self._parts: dict[int, _Part] = {}
         self._sessions: dict[int, _Session] = {}
         self._refused: list[tuple[int, OpReport]] = []
@@ -221,10 +224,16 @@ class MachineServer:
 
     def _join(self) -> None:
         """Ask the first server to be admitted, once."""
-        asked = m.JoinMachine(self._link.ref(), self._machine, server_terms(self._config))
+        asked = m.JoinMachine(
+            self._link.ref(),
+            self._machine,
+            server_terms(self._config),
+            self._process,
+            self._admitted,
+        )
         reply = self._link.ask(asked, JOIN_WAIT_S, alive=lambda: not self._stop)
         if isinstance(reply, m.MachineJoined):
-            self._lease_s, self._refusal = reply.lease_s, ""
+            self._lease_s, self._refusal, self._admitted = reply.lease_s, "", True
             self._beaten = self._clock()
             _log.info("machine %d has joined the server of machine 0", self._machine)
             return

@@ -226,9 +226,10 @@ class SpreadTransport(LocalTransport):
 
 @dataclass
 class _Joined:
-    """The server of a machine: its connection, and when it was last heard."""
+    """The server of a machine: its connection, its process, and when it was last heard."""
 
     client: bytes
+    process: str
     heard: float
     caches: dict[int, SharedCache] = field(default_factory=dict)
 
@@ -255,7 +256,11 @@ class Machines:
     # -- who is there -------------------------------------------------------------------------
 
     def join(self, client: bytes, asked: JoinMachine) -> MachineJoined:
-        """Admit the server of a machine. Raises Misfit if it is not the one, or goes otherwise."""
+        """Admit the server of a machine. Raises Misfit if it is not the one, or goes otherwise.
+
+        A server that has just started takes the place of an earlier one, which may be gone. The
+        earlier one cannot take it back, or two servers would push each other out for ever.
+        """
         machine, name = asked.machine, self._name()
         named = machine <= len(self._names)
         if not named or (name is not None and name != self._names[machine - 1]):
@@ -268,8 +273,14 @@ class Machines:
                 f"the server of machine {machine} goes by other settings than that of machine 0: "
                 f"{', '.join(other)}. Give every machine the same ones"
             )
+        held = self._joined.get(machine)
+        if held is not None and held.process != asked.process and asked.again:
+            raise Misfit(
+                f"another kvcore server has joined as machine {machine} after this one: stop one "
+                "of the two, or give each the --machine of its own machine"
+            )
         self._lose(machine, "has started anew")
-        self._joined[machine] = _Joined(client, self._clock())
+        self._joined[machine] = _Joined(client, asked.process, self._clock())
         _log.info("the server of machine %d has joined", machine)
         return MachineJoined(asked.ref, self._lease_s)
 

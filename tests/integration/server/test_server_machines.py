@@ -19,6 +19,7 @@ from kvcore._util.curve import make_keys
 from kvcore.config import Config
 from kvcore.errors import ConfigError
 from kvcore.runtime.build import hold_tiers
+from kvcore.server import machine_server
 from kvcore.server.machine_server import MachineServer
 from kvcore.testing.engine import EngineArgs, Llama, ReferenceEngine, random_llama
 from kvcore.testing.waiting import PATIENCE_S, until
@@ -72,8 +73,8 @@ class Site:
         self._others: dict[int, RunningMachine] = {}
         self._engines: list[ReferenceEngine] = []
 
-    def config(self, machine: int) -> Config:
-        home = self.folder / f"machine-{machine}"
+    def config(self, machine: int, folder: str = "") -> Config:
+        home = self.folder / (folder or f"machine-{machine}")
         (home / "disk").mkdir(parents=True, exist_ok=True)
         server = {
             "address": f"ipc://{self.folder}/machine-0/kv/server.sock",
@@ -122,12 +123,12 @@ class Site:
             self.joined(engine)
         return engine
 
-    def joined(self, engine: ReferenceEngine) -> None:
-        """Wait until the engine has a session that its server knows."""
+    def joined(self, engine: ReferenceEngine, after: int | None = None) -> None:
+        """Wait until the engine has a session that its server knows, another one than ``after``."""
 
         def is_known() -> bool:
             member = engine.leader.manager.keeper.member
-            sessions = {session.number for session in self.first.server.sessions}
+            sessions = {session.number for session in self.first.server.sessions} - {after}
             return member is not None and member.number in sessions
 
         until(is_known)
@@ -234,10 +235,11 @@ def test_a_server_that_comes_back_has_lost_its_memory_and_kept_its_disk(
     prompt = words(1, 100)
     serve(engine, prompt)
     home.settle()
+    [session] = home.first.server.sessions
     home.stop(machine)
     assert serve(engine, prompt)[0] == plain(prompt)
     home.start()
-    home.joined(engine)
+    home.joined(engine, after=session.number)
     found: dict[str, int] = {}
 
     def is_served() -> bool:
@@ -326,6 +328,26 @@ def test_a_server_with_other_settings_is_not_admitted(
     unnamed = RunningMachine(home.config(1), 7)
     until(lambda: "machine 7 with the keys of nobody" in caplog.text)
     unnamed.close()
+
+
+@pytest.mark.slow
+def test_of_two_servers_of_one_machine_the_later_one_stays(
+    site: Callable[..., Site], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier one waits, and comes back when the later one has ended."""
+    monkeypatch.setattr(machine_server, "MISFIT_RETRY_S", 0.05)
+    home = site(2, server={"lease_s": 1.0})
+    home.start()
+    machines = home.first.server.machines
+    until(lambda: machines.status()[0]["joined"])
+    later = RunningMachine(home.config(1, "other"), 1)
+    until(lambda: "another kvcore server has joined as machine 1" in caplog.text)
+    threading.Event().wait(1.5)
+    assert caplog.text.count("has started anew") == 1, "neither pushes the other out again"
+    assert caplog.text.count("refuses this one: another kvcore server") == 1, "it is told once"
+    later.close()
+    until(lambda: "has been silent" in caplog.text)
+    until(lambda: home.other(1)._lease_s > 0)
 
 
 def test_the_server_of_machine_0_is_elsewhere(tmp_path: Path) -> None:
