@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.threads import GuardedThread
 from kvcore._util.zmq_socket import Context, bind_local, is_of_another_user, make_socket, zmq
 from kvcore.admin.audit import identity
@@ -50,6 +51,7 @@ class Endpoint:
         self._fingerprint = fingerprint
         self._orders: deque[tuple[bytes, ControlRequest, str]] = deque()
         self._replies: deque[tuple[bytes, ControlReply | Refused]] = deque()
+        self._logged = LogLimit()  # lines that a client can cause with every message
         self._ended = threading.Event()
         self._context = Context()
         self._socket = make_socket(self._context, zmq.ROUTER)
@@ -103,7 +105,9 @@ class Endpoint:
             if self._socket.poll(POLL_MS):
                 client, *parts = self._socket.recv_multipart(copy=False)
                 if is_of_another_user(client):
-                    _log.warning("refused: a message of another user who=%s", identity(client))
+                    if self._logged.admit("user") is not None:
+                        who = identity(client)
+                        _log.warning("refused: a message of another user who=%s", who)
                 else:
                     self._try_take(client.bytes, parts)
             self._answer()
@@ -128,7 +132,8 @@ class Endpoint:
             self._replies.append((client, Refused(error.ref, "misfit", str(error))))
             return
         except FormatError as error:
-            _log.warning("refused what is no order: %s", error)
+            if self._logged.admit("malformed") is not None:
+                _log.warning("refused what is no order: %s", error)
             self._replies.append((client, Refused(0, "malformed", str(error)[:1000])))
             return
         if len(self._orders) >= WAITING:
@@ -144,4 +149,5 @@ class Endpoint:
             try:
                 self._socket.send_multipart([client, *frames(reply)], zmq.NOBLOCK)
             except (zmq.ZMQError, FormatError) as error:
-                _log.warning("an answer to an order is lost: %s", error)
+                if self._logged.admit("lost") is not None:
+                    _log.warning("an answer to an order is lost: %s", error)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvcore._util.addresses import is_bound
 from kvcore._util.curve import ClientKeys
+from kvcore._util.log_limit import LogLimit
 from kvcore._util.zmq_socket import Context, Entrance, Limits, make_socket, zmq
 from kvcore.errors import ConfigError, FormatError
 from kvcore.events.publisher import LostHistory
@@ -35,6 +36,8 @@ _SUBSCRIPTIONS_BYTES = 4096
 _REPLAYS = Limits(connections=128, message=REQUEST_BYTES)
 _KNOWN = Limits(128, REQUEST_BYTES, _SUBSCRIPTIONS_BYTES)
 _UNKNOWN = _KNOWN._replace(connections=32)  # ``queue_batches`` wait for each that does not read
+
+_passed_over = LogLimit()
 
 
 class ZmqOutlet:
@@ -274,5 +277,6 @@ def _message(frames: Sequence[bytes]) -> Message | None:
         if len(frames) == 2:
             return Message(number(frames[0]), frames[1])
     except FormatError as error:
-        _log.warning("a message is passed over: %s", error)
+        if _passed_over.admit("message") is not None:
+            _log.warning("a message is passed over: %s", error)
     return None

@@ -110,7 +110,7 @@ class Server:
         self._swept = 0.0
         self._clears_seen: set[Path] = set()  # pending clears that the last sweep found
         self._refusals = 0
-        self._lost_replies = LogLimit()
+        self._logged = LogLimit()  # lines that a client can cause with every message
         self._admins: frozenset[str] | None = None  # CURVE keys; None: whoever is heard
         self._settings = settings_digest(config.namespace)
         self._warned: set[bytes] = set()  # digests of engines with other settings
@@ -221,7 +221,8 @@ class Server:
                 self._frame = parts[-1]
                 client, *message = [part.bytes for part in parts]
                 if self._admins is None and is_of_another_user(self._frame):
-                    _log.warning("refused: a message of another user who=%s", self._who())
+                    if self._logged.admit(("user", who := self._who())) is not None:
+                        _log.warning("refused: a message of another user who=%s", who)
                 else:
                     self._receive(client, message)
         for cache in self.models.take_lost():
@@ -327,7 +328,8 @@ class Server:
     def _refuse(self, client: bytes, ref: int, kind: str, error: Exception) -> None:
         self._refusals += 1
         self._metrics.refused(kind)
-        if kind in ("malformed", "misfit"):
+        is_told = kind in ("malformed", "misfit")
+        if is_told and self._logged.admit((kind, str(error))) is not None:
             _log.warning("refused kind=%s: %s", kind, error)
         self._send(client, Refused(ref, kind, str(error)[:1000]))
 
@@ -338,7 +340,7 @@ class Server:
         except (zmq.ZMQError, FormatError) as error:
             if isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH:
                 _log.debug("its client is gone: %s", type(reply).__name__)
-            elif self._lost_replies.admit(str(error)) is not None:  # a client may read none
+            elif self._logged.admit(("lost", str(error))) is not None:  # a client may read none
                 _log.warning("a reply is lost: %s", error)
             return False
         return True

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from kvcore._util.log_limit import LogLimit
 from kvcore.server.errors import Misfit, NoSession
 from kvcore.server.messages import EnterSession, Hello
 from kvcore.server.model_cache import ModelCache
@@ -77,6 +78,7 @@ class Sessions:
         self._lease_s = lease_s
         self._who = who
         self._clock = clock
+        self._logged = LogLimit()
         self._sessions: dict[int, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -123,7 +125,8 @@ class Sessions:
         return session
 
     def _foreign(self, number: int) -> NoSession:
-        _log.warning("refused: session of another client session=%d who=%s", number, self._who())
+        if self._logged.admit(who := self._who()) is not None:
+            _log.warning("refused: session of another client session=%d who=%s", number, who)
         return NoSession(f"session {number} is not this connection's: say hello on this one")
 
     def end_if_left(self, session: Session) -> None:

@@ -85,6 +85,22 @@ def raw(server: RunningServer) -> Raw:
     return Raw(f"ipc://{server.server._folder.path}/server.sock")
 
 
+def test_a_client_cannot_fill_the_log(
+    server: RunningServer, raw: Raw, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither with what is malformed or of another version, nor with a session of another one."""
+    client = Raw(f"ipc://{server.server._folder.path}/server.sock")
+    before, other = server.server.status()["refusals"], raw.welcome().session
+    for number in range(300):
+        client.send(b"\xc1" * (number % 7 + 1))
+        client.send(b"kvcore", bytes([number % 256]), b"\xc1")
+        client.send(*m.frames(m.EnterSession(1, other, bytes([number % 256]))))
+        assert client.ask(m.Heartbeat(number + 1, other)).kind == "session"
+    raw.send(*m.frames(m.Bye(1, other)))
+    assert server.server.status()["refusals"] >= before + 1200
+    assert len(caplog.records) < 50, caplog.text[:2000]
+
+
 # -- decoding ---------------------------------------------------------------------------------
 
 CHAIN = st.one_of(
