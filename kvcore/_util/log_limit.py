@@ -11,7 +11,7 @@ __all__ = ["LogLimit"]
 
 EVERY_S = 60.0
 MAX_KEYS = 100
-"""Keys that are told apart at a time. Who can choose the text of a line could fill memory else."""
+"""The most keys told apart at a time. Else a client that chooses the text of lines fills memory."""
 _OTHERS = object()
 
 

@@ -126,7 +126,7 @@ class BlendTime(msgspec.Struct, array_like=True):
     """How long a blend took on the device, without the waits for its chunks.
 
     ``rows`` are computed at the full layers and ``kept`` (a mean) at the others, behind ``exact``
-    tokens of exact KV. ``looked`` are the rows of the question's look, in which fresh rows run too.
+    tokens of exact KV. ``looked`` are the rows of the question's look.
     """
 
     request_id: str

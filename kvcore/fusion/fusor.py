@@ -25,6 +25,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -118,18 +119,22 @@ class BlendJob:
             self.stop,
             self.chunks,
             self.offsets,
-            self.look_rows,
+            self._split,
             self.device,
         )
 
     @cached_property
     def look(self) -> tuple[list[int], list[int]]:
         """Positions of the rows that look, and of the others without KV. Both ascend."""
+        rows, unseen = self._split
+        return rows.tolist(), unseen.tolist()
+
+    @cached_property
+    def _split(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         fresh = np.ones(len(self.tokens), dtype=np.bool_)
         fresh[: self.exact] = False
         fresh[self.chunks.numpy()] = False
-        rows, unseen = split_look(fresh.nonzero()[0], self.look_rows)
-        return rows.tolist(), unseen.tolist()
+        return split_look(fresh.nonzero()[0], self.look_rows)
 
 
 class LayerTiming(NamedTuple):

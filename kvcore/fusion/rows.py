@@ -80,22 +80,20 @@ def upload_rows(
     stop: int,
     chunks: Tensor,
     offsets: Tensor,
-    most: int,
+    split: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
     device: torch.device,
 ) -> OnDevice:
-    """Return a job on ``device``, with one upload. The arguments are those of a `BlendJob`.
+    """Return a job on ``device``, with one upload.
 
-    At most ``most`` rows look.
+    ``split`` is the `split_look` of the job; the other arguments are those of a `BlendJob`.
     """
     count = len(tokens)
     offset_of = np.full(count, -1, dtype=np.int64)
     offset_of[chunks.numpy()] = offsets.numpy()
     rows = np.arange(exact, stop, dtype=np.int64)
     cached = offset_of[exact:stop] >= 0
-    fresh = rows[~cached]
-    asked = np.concatenate([fresh, np.arange(stop, count, dtype=np.int64)])
     (chunk,) = cached.nonzero()
-    parts = [tokens.numpy(), offset_of, rows, chunk, rows[cached], fresh, *split_look(asked, most)]
+    parts = [tokens.numpy(), offset_of, rows, chunk, rows[cached], rows[~cached], *split]
     sent = device_of(device).upload(np.concatenate(parts))
     on = torch.split(sent, [len(part) for part in parts])
     none = on[3][:0]

@@ -336,13 +336,13 @@ def test_of_two_servers_of_one_machine_the_later_one_stays(
 ) -> None:
     """The earlier one waits, and comes back when the later one has ended."""
     monkeypatch.setattr(machine_server, "MISFIT_RETRY_S", 0.05)
-    home = site(2, server={"lease_s": 1.0})
+    home = site(2, server={"lease_s": 3.0})
     home.start()
     machines = home.first.server.machines
     until(lambda: machines.status()[0]["joined"])
     later = RunningMachine(home.config(1, "other"), 1)
     until(lambda: "another kvcore server has joined as machine 1" in caplog.text)
-    threading.Event().wait(1.5)
+    threading.Event().wait(1.0)
     assert caplog.text.count("has started anew") == 1, "neither pushes the other out again"
     assert caplog.text.count("refuses this one: another kvcore server") == 1, "it is told once"
     later.close()
