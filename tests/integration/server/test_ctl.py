@@ -321,16 +321,20 @@ def test_an_engines_own_socket_takes_the_same_orders(
     assert {line["who"] for line in written} == {ME}
 
 
-def test_garbage_at_an_engines_socket_harms_nothing(own: Config, engine: Any, plain: Any) -> None:
+def test_garbage_at_an_engines_socket_harms_nothing(
+    own: Config, engine: Any, plain: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     serving = engine(own)
     client: Any = zmq.Context.instance().socket(zmq.DEALER)
     client.setsockopt(zmq.LINGER, 0)
     client.connect(own.control.address)
-    for parts in ([b"x"], [m.HEADER, b"\xc1"], [b"", b"", b""], m.frames(m.StatusRequest(7))):
+    garbage = [m.HEADER, b"\xc1"]
+    for parts in (*[garbage] * 50, [b"x"], [b"", b"", b""], m.frames(m.StatusRequest(7))):
         client.send_multipart(parts)
         assert client.poll(60_000)
         reply = m.decode_reply(client.recv_multipart())
         assert isinstance(reply, m.Refused)
+    assert caplog.text.count("refused what is no order") == 1, "it does not fill the log"
     for ref in range(30):
         client.send_multipart(m.frames(m.ControlRequest(ref, o.ShowQuotas())))
     prompt = words(1, 100)
